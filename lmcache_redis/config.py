@@ -250,6 +250,11 @@ class AgentConfig(TierSettings):
         64 << 10,
         (1, 1 << 50),
     )
+    batch_copies: str = setting(
+        "many copies to and from a GPU in one call to the driver, where it can, or one by one",
+        "auto",
+        choices=("auto", "off"),
+    )
     canary_every: int = setting(
         "one hit in this many is computed and compared with the cached KV; 0: never",
         1000,

@@ -11,6 +11,8 @@ from CPU memory run at nice 10, because the engine computes on the same cores: t
 tenth of a core that the engine uses, and all of an idle one. At the end of a prefill, where stores
 begin, the engine's step then takes 45 ms instead of 60 to 100 ms (two cores, 256 MiB of blocks). A
 tenth of a core still reads blocks many times faster than a prefill fills them.
+
+Engines' memory is closed by other threads (`closing`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from enum import Enum
 from functools import partial
 from typing import Literal
 
+from lmcache_redis.agent.closing import ClosingThreads
 from lmcache_redis.cache.threads import WorkerThreads
+from lmcache_redis.device.calls import DeviceContext
 from lmcache_redis.errors import DeviceError, GpuLost
 
 logger = logging.getLogger(__name__)
@@ -57,10 +61,14 @@ class CopyThreads:
     reported once, by the thread that copied or cancelled; a report must only enqueue.
 
     wake: called on any thread when `lost` is set.
+
+    Attributes:
+        closing: the closes of engines' memory, begun by `close_memory`.
     """
 
     def __init__(self, threads: int, wake: Callable[[], None] = lambda: None) -> None:
         self.lost: GpuLost | None = None
+        self.closing = ClosingThreads()
         self._threads = threads
         self._wake = wake
         self._losing = threading.Lock()
@@ -86,6 +94,18 @@ class CopyThreads:
         run = partial(self._run, copy, report)
         threads.put(run, partial(report, CopyOutcome.CANCELLED), until_ns / 1e9)
 
+    def close_memory(self, what: str, device: DeviceContext, report: Report) -> None:
+        """Ends the calls of a device, and closes it. what: is closed, for people."""
+
+        def close() -> CopyOutcome:
+            device.close()
+            return CopyOutcome.DONE
+
+        if self._closed:
+            report(CopyOutcome.CANCELLED)
+        else:
+            self.closing.start(what, device.end_calls, partial(self._run, close, report))
+
     def drop_late(self) -> None:
         """Cancels queued copies whose ``until_ns`` has passed."""
         now_s = time.monotonic()
@@ -107,7 +127,7 @@ class CopyThreads:
         return sum(map(len, self._started.values()))
 
     def close(self, timeout_s: float) -> bool:
-        """Finishes the copies in flight, cancels the queued ones and ends the threads.
+        """Finishes copies and closes in flight, cancels queued copies and ends the threads.
 
         Returns whether all threads have ended. One that has not is blocked in a device call: its
         slots must stay mapped.
@@ -120,6 +140,7 @@ class CopyThreads:
             threads.join(max(0.0, deadline_s - time.monotonic()))
             for threads in self._started.values()
         ]
+        ended.append(self.closing.join(max(0.0, deadline_s - time.monotonic())))
         return all(ended)
 
     def _run(self, copy: Copy, report: Report) -> None:

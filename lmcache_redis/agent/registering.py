@@ -59,7 +59,11 @@ class Registering:
         self._copies = agent.copies
         self._peers = agent.peers
         self._pinning = agent.pinning
-        self._gpus = Gpus(agent.config.direct_copy_bytes, agent.pinning.pieces_of)
+        self._gpus = Gpus(
+            agent.config.direct_copy_bytes,
+            agent.pinning.pieces_of,
+            batch_copies=agent.config.batch_copies != "off",
+        )
         self._closing: dict[_Worker, int] = {}  # former mappings that are still open
         self._after_closing: dict[_Worker, list[Callable[[], None]]] = {}
 
@@ -199,13 +203,9 @@ class Registering:
         worker = (registration.engine_id, registration.worker_id)
         self._closing[worker] = self._closing.get(worker, 0) + 1
 
-        # On a copy thread, because closing waits for copies in flight.
-        def close() -> CopyOutcome:
-            registration.device.close()
-            return CopyOutcome.DONE
-
         closed = posting(self._cache.owner, partial(self._closed, worker))
-        self._copies.put("gather", registration.place, close, closed)
+        what = f"worker {registration.worker_id} of engine {registration.engine_id[:8]}"
+        self._copies.close_memory(what, registration.device, closed)
 
     def _closed(self, worker: _Worker, outcome: CopyOutcome) -> None:
         if outcome is not CopyOutcome.DONE:

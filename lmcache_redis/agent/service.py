@@ -6,7 +6,7 @@ needs no HELLO, all others are of a peer.
 
     serving ──stop──▶ draining ──nothing in flight, or the deadline, or a second stop──▶ ended
 
-A lost GPU stops it too.
+A lost GPU stops it too, and memory that the driver does not close, once nothing is in flight.
 
 While it drains, lookups are misses, stores are dropped and no HELLO is answered. Lookups, retrieves
 and stores in flight end, hits that engines were just told of are loaded into their blocks, and
@@ -42,7 +42,7 @@ from lmcache_redis.agent.registering import Registering
 from lmcache_redis.agent.watching import Watches
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES
 from lmcache_redis.chunks.names import ChunkNames, PartNames
-from lmcache_redis.errors import DeviceError, FormatError, LMCacheRedisError, WireError
+from lmcache_redis.errors import DeviceError, FormatError, GpuLost, LMCacheRedisError, WireError
 from lmcache_redis.processes import process_start_time
 
 logger = logging.getLogger(__name__)
@@ -228,6 +228,9 @@ class Service:
             self._handlers.forget(peer, why)
             self._agent.cache.metrics.count("heartbeat_losses")
         self._handlers.end_expired(now)
+        stuck = self._agent.copies.closing.overdue(now)
+        if stuck and not self._handlers.is_stopping and not self._is_busy(with_hits=True):
+            self._agent.copies.lose(GpuLost(0, f"the driver does not close the memory of {stuck}"))
 
 
 class Handlers:

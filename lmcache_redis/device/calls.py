@@ -102,7 +102,8 @@ class DeviceContext(ABC):
         self._block_bytes = [layout.block_bytes for layout in layouts]
         self._changed = threading.Condition()
         self._in_progress = 0
-        self._is_closed = False
+        self._is_ended = False
+        self._is_mapped = True
 
     @abstractmethod
     def gather(self, call: CopyCall, on_blocks_read: Callable[[], None] | None = None) -> None:
@@ -117,12 +118,17 @@ class DeviceContext(ABC):
     def scatter(self, call: CopyCall) -> None:
         """Copy the chunks from their slots into their blocks, which the engine may read then."""
 
-    def close(self) -> None:
-        """Wait for calls in progress, then unmap. Later calls raise DeviceError. Idempotent."""
+    def end_calls(self) -> None:
+        """Wait for calls in progress. Later calls raise DeviceError. Idempotent."""
         with self._changed:
-            is_first = not self._is_closed
-            self._is_closed = True
+            self._is_ended = True
             self._changed.wait_for(lambda: self._in_progress == 0)
+
+    def close(self) -> None:
+        """End the calls, then unmap. Idempotent."""
+        self.end_calls()
+        with self._changed:
+            is_first, self._is_mapped = self._is_mapped, False
         if is_first:
             self._unmap()
 
@@ -140,7 +146,7 @@ class DeviceContext(ABC):
             chunk_bytes = len(chunk.block_ids) * self._block_bytes[call.group]
             check_slots(chunk.slots, chunk_bytes, call.stripe_payload_bytes)
         with self._changed:
-            if self._is_closed:
+            if self._is_ended:
                 raise DeviceError("the worker's KV cache is no longer mapped")
             self._in_progress += 1
         try:

@@ -28,9 +28,9 @@ from lmcache_redis.errors import CudaError, DeviceError, DriverError, GpuLost
 IPC_HANDLE_BYTES = 64  # sizeof(CUipcMemHandle)
 _LIBRARY = "libcuda.so.1"
 # After these, every call of this process to this GPU returns an error: the process has to end.
-# 214 ECC, 220 NVLink, 700 illegal address, 702 launch timeout, 710 assert, 714-719 faults of the
-# hardware or of a launch, 999 unknown.
-_STICKY = frozenset({214, 220, 700, 702, 710, *range(714, 720), 999})
+# 214 ECC, 220 NVLink, 226 contained, 700 illegal address, 702 launch timeout, 709 no context, 710
+# assert, 714-719 faults of the hardware or of a launch, 721 tensor memory, 810 MPS, 999 unknown.
+_STICKY = frozenset({214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 810, 999})
 
 _CAUSES = {
     2: "the GPU has too little free memory, or a single registration of host memory is too large",
@@ -43,7 +43,9 @@ _CAUSES = {
     205: "the memory cannot be mapped: with MIG, engine and agent must use the same instance",
     216: "another context or process holds the GPU exclusively",
     218: "the driver could not compile the kernels",
+    221: "libnvidia-ptxjitcompiler is missing: NVIDIA_DRIVER_CAPABILITIES must have compute",
     222: "the driver is older than the kernels' PTX: 525 or newer is needed",
+    223: "the driver may not compile the kernels: unset CUDA_DISABLE_PTX_JIT",
     304: "the operating system refused: engine and agent must run as one user and see one GPU",
     400: "the handle is not valid, or its process has ended",
     712: "the memory is already pinned",
@@ -61,6 +63,7 @@ class Attribute:
     """Of ``CUdevice_attribute``."""
 
     COMPUTE_MODE = 20  # 0: default, 2: prohibited, 3: exclusive process
+    SEES_HOST_ADDRESSES = 91  # of registered memory: they are the same on the GPU
     WRITES_64_BIT_VALUES = 122  # cuStreamWriteValue64
 
 
@@ -76,7 +79,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
 }
-_OF_NEWER_DRIVERS = "cuMemcpyBatchAsync"
+BATCHES = "cuMemcpyBatchAsync"  # which drivers lack that are older than 570 (CUDA 12.8)
 
 
 @functools.cache
@@ -93,7 +96,7 @@ def _library() -> ctypes.CDLL:
         function = getattr(library, name, None)
         if function is not None:
             function.argtypes = types
-        elif name != _OF_NEWER_DRIVERS:
+        elif name != BATCHES:
             raise DriverError(0, f"the driver has no {name}: 525 or newer is needed")
     _check(library, "cuInit", library.cuInit(0))
     return library
@@ -143,13 +146,13 @@ def has(name: str) -> bool:
 # The newest CUDA that the driver serves, as 12040 for 12.4.
 driver_version = _gives(c_int, "cuDriverGetVersion")
 _device_count = _gives(c_int, "cuDeviceGetCount")
+# The ``CUdevice`` of an ordinal, which is what the next five take.
+_device = _gives(c_int, "cuDeviceGet", c_int)
 _device_uuid = _does("cuDeviceGetUuid_v2", c_void_p, c_int)
 _device_name = _does("cuDeviceGetName", c_char_p, c_int, c_int)
-# An attribute, an ordinal.
-device_attribute = _gives(c_int, "cuDeviceGetAttribute", c_int, c_int)
-# Of an ordinal: the primary context of a GPU, which torch uses too. Takes a fraction of a second.
-retain_context = _gives(c_void_p, "cuDevicePrimaryCtxRetain", c_int)
-release_context = _does("cuDevicePrimaryCtxRelease_v2", c_int)
+_device_attribute = _gives(c_int, "cuDeviceGetAttribute", c_int, c_int)
+_retain_context = _gives(c_void_p, "cuDevicePrimaryCtxRetain", c_int)
+_release_context = _does("cuDevicePrimaryCtxRelease_v2", c_int)
 # Of this thread.
 set_context = _does("cuCtxSetCurrent", c_void_p)
 _context = _gives(c_void_p, "cuCtxGetCurrent")
@@ -176,15 +179,28 @@ def ordinal_of(uuid: str) -> int:
 def device_uuid(ordinal: int) -> str:
     """16 bytes in hexadecimal, as torch writes them (nvidia-smi: with a prefix)."""
     raw = ctypes.create_string_buffer(16)
-    _device_uuid(raw, ordinal)
+    _device_uuid(raw, _device(ordinal))
     text = raw.raw.hex()
     return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
 
 def device_name(ordinal: int) -> str:
     name = ctypes.create_string_buffer(256)
-    _device_name(name, len(name), ordinal)
+    _device_name(name, len(name), _device(ordinal))
     return name.value.decode(errors="replace")
+
+
+def device_attribute(attribute: int, ordinal: int) -> int:
+    return _device_attribute(attribute, _device(ordinal))
+
+
+def retain_context(ordinal: int) -> int:
+    """The primary context of a GPU, which torch uses too. Takes a fraction of a second."""
+    return _retain_context(_device(ordinal))
+
+
+def release_context(ordinal: int) -> None:
+    _release_context(_device(ordinal))
 
 
 @contextlib.contextmanager
@@ -221,6 +237,7 @@ allocate = _gives(c_uint64, "cuMemAlloc_v2", c_size_t)
 free = _does("cuMemFree_v2", c_uint64)
 # Of the host: new page-locked memory, or what is there, for every context of this process.
 allocate_pinned = _gives(c_void_p, "cuMemHostAlloc", c_size_t, c_uint, fixed=[_PORTABLE])
+free_pinned = _does("cuMemFreeHost", c_void_p)
 pin = _does("cuMemHostRegister_v2", c_void_p, c_size_t, c_uint, fixed=[_PORTABLE | _DEVICE_MAP])
 unpin = _does("cuMemHostUnregister", c_void_p)
 # Where the GPU sees pinned host memory.
@@ -248,8 +265,17 @@ class _Access(ctypes.Structure):
     _fields_ = [("type", c_int), ("id", c_int), ("flags", c_int)]
 
 
+class _Properties(ctypes.Structure):
+    """``CUmemAllocationProp``, with its last fields as one."""
+
+    _fields_ = [
+        ("type", c_int), ("handle_types", c_uint), ("location_type", c_int),
+        ("location_id", c_int), ("metadata", c_void_p), ("flags", c_uint64),
+    ]  # fmt: skip
+
+
 _LAZY_PEER_ACCESS = 1
-_FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_FILE_DESCRIPTOR, _FABRIC = 1, 8  # of ``CUmemAllocationHandleType``
 _ON_DEVICE, _READ_WRITE = 1, 3
 
 _export_memory = _does("cuIpcGetMemHandle", c_void_p, c_uint64)
@@ -264,6 +290,7 @@ retain_allocation = _gives(c_uint64, "cuMemRetainAllocationHandle", c_void_p)
 export_allocation = _gives(
     c_int, "cuMemExportToShareableHandle", c_uint64, c_int, c_uint64, fixed=[_FILE_DESCRIPTOR, 0]
 )
+_properties_of = _does("cuMemGetAllocationPropertiesFromHandle", c_void_p, c_uint64)
 # Once for each handle of it. What is mapped stays.
 release_allocation = _does("cuMemRelease", c_uint64)
 # The allocation that a descriptor names, which may be closed; until it is released.
@@ -290,6 +317,13 @@ def export_memory(address: int) -> bytes:
 def open_memory(handle: bytes) -> int:
     """Map the allocation of a handle; its address here. A second call returns the same."""
     return _open_memory(_IpcHandle.from_buffer_copy(handle))
+
+
+def is_for_fabric(allocation: int) -> bool:
+    """Whether it can be exported by a handle for a fabric (IMEX), and by nothing else."""
+    found = _Properties()
+    _properties_of(byref(found), allocation)
+    return int(found.handle_types) == _FABRIC
 
 
 def map_allocation(address: int, size_bytes: int, allocation: int) -> None:
@@ -341,7 +375,7 @@ _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 enqueue_copy_in = _does("cuMemcpyHtoDAsync_v2", c_uint64, c_void_p, c_size_t, c_void_p)
 enqueue_copy_out = _does("cuMemcpyDtoHAsync_v2", c_void_p, c_uint64, c_size_t, c_void_p)
 _copy_batch = _does(
-    _OF_NEWER_DRIVERS, c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t,
+    BATCHES, c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t,
     c_void_p, c_void_p,
 )  # fmt: skip
 # Compiles PTX for the GPU of this thread's context.

@@ -1,7 +1,7 @@
 """An engine's KV cache on a GPU, exported to the agent by the driver alone.
 
 Memory of ``cudaMalloc`` is exported as one handle for each allocation. Memory that is mapped in
-pieces (expandable segments, vLLM's cumem allocator) is exported as a file descriptor for each
+pieces (vLLM's cumem allocator, expandable segments) is exported as a file descriptor for each
 piece, if it was allocated so that it can be. Else the error names the setting to change.
 
 Source: "Interprocess Communication" and "Virtual Memory Management" in NVIDIA's CUDA driver API.
@@ -127,6 +127,13 @@ def _descriptor(piece: Range, refused: DriverError) -> int:
         allocation = driver.retain_allocation(piece.address)
         try:
             return driver.export_allocation(allocation)
+        except DriverError as error:
+            if driver.is_for_fabric(allocation):
+                raise DeviceError(
+                    f"the KV cache is FABRIC memory, which agents cannot open ({error}): start the "
+                    "engine without --enable-sleep-mode and --enable-cumem-allocator"
+                ) from error
+            raise
         finally:
             driver.release_allocation(allocation)
     except DriverError as error:

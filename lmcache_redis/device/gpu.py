@@ -7,10 +7,16 @@ ends: making one takes a fraction of a second.
 
 Neighbouring copies are merged before they are enqueued. Host memory is pinned in pieces, and no
 copy crosses from one to the next: a slot lies in one piece, but a merged copy might not.
+
+Many copies are a batch (`Batches`), which the driver takes in one call. Drivers have crashed and
+hung over it, most of all over long ones (vLLM #49276), and have refused it with several errors. So
+a batch is short, may be switched off, and is made again as single copies if it is refused.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,8 +28,11 @@ import numpy.typing as npt
 from lmcache_redis.device import driver, kernels
 from lmcache_redis.errors import DriverError, GpuLost
 
+logger = logging.getLogger(__name__)
+
 UNPINNED = -1
-_NOT_SUPPORTED = 801
+_BATCH_COPIES = 512
+_LEAST_IDS_BYTES = 64 << 10
 
 _Int64s = npt.NDArray[np.int64]
 # For addresses of host memory, the number of the pinned piece that each lies in, or `UNPINNED`.
@@ -57,11 +66,13 @@ class Gpus:
     """The GPUs that this process sees. Thread-safe.
 
     direct_copy_bytes: pages of so many bytes and more are copied without a kernel. pieces_of: which
-    host memory is pinned.
+    host memory is pinned. batch_copies: where driver and GPU can.
     """
 
-    def __init__(self, direct_copy_bytes: int, pieces_of: PiecesOf) -> None:
-        self._settings = (direct_copy_bytes, pieces_of)
+    def __init__(
+        self, direct_copy_bytes: int, pieces_of: PiecesOf, *, batch_copies: bool = True
+    ) -> None:
+        self._settings = (direct_copy_bytes, pieces_of, batch_copies)
         self._lock = threading.Lock()
         self._found: dict[int, Gpu] = {}
 
@@ -80,8 +91,11 @@ class Gpu:
     ``attach`` comes before all else, and ``detach`` once for each.
     """
 
-    def __init__(self, ordinal: int, direct_copy_bytes: int, pieces_of: PiecesOf) -> None:
+    def __init__(
+        self, ordinal: int, direct_copy_bytes: int, pieces_of: PiecesOf, batch_copies: bool
+    ) -> None:
         self.ordinal = ordinal
+        self._batches = Batches(ordinal, batch_copies)
         self.direct_copy_bytes = direct_copy_bytes
         self._pieces_of = pieces_of
         self._lock = threading.Lock()  # of this GPU alone: one that hangs delays no other
@@ -103,12 +117,16 @@ class Gpu:
 
     def detach(self) -> None:
         """A worker has ended its calls. The last one frees streams and staging."""
+        unused: list[CopyStream] = []
         with self._lock:
             self._workers -= 1
             if not self._workers:
-                self.use()
-                while self._free:
-                    self._free.pop().close()
+                unused, self._free = self._free, []
+        # Not under the lock: the driver may not return.
+        if unused:
+            self.use()
+        while unused:
+            unused.pop().close()
 
     def use(self) -> None:
         """Make its context that of this thread."""
@@ -132,7 +150,7 @@ class Gpu:
         try:
             stream = self._free.pop()
         except IndexError:
-            stream = CopyStream(self._pieces_of)
+            stream = CopyStream(self._pieces_of, self._batches)
         try:
             yield stream
         except BaseException:
@@ -142,38 +160,68 @@ class Gpu:
             self._free.append(stream)
 
 
+class Batches:
+    """Whether copies of a GPU are made in batches. Thread-safe.
+
+    They are if they are ``wanted``, the driver has the call, and the addresses of pinned memory are
+    the GPU's own: of a single copy the driver looks them up, of a batch it may not.
+    """
+
+    def __init__(self, ordinal: int, wanted: bool) -> None:
+        self._ordinal = ordinal
+        self._lock = threading.Lock()
+        self.on = (
+            wanted
+            and driver.has(driver.BATCHES)
+            and bool(driver.device_attribute(driver.Attribute.SEES_HOST_ADDRESSES, ordinal))
+        )
+
+    def refused(self, error: DriverError) -> None:
+        """A batch was, and its copies were made one by one: no other is made."""
+        with self._lock:
+            is_first, self.on = self.on, False
+        if is_first:
+            logger.warning(
+                "GPU %d copies one by one from now on, as with --batch-copies off, because a batch "
+                "was refused: %s", self._ordinal, error,
+            )  # fmt: skip
+
+
 class CopyStream:
     """A stream, and the buffers of the call that uses it.
 
     pieces_of: which host memory is pinned. It may be pinned between the question and the copy, but
-    not unpinned.
+    not unpinned. batches: of its GPU.
     """
 
-    def __init__(self, pieces_of: PiecesOf) -> None:
+    def __init__(self, pieces_of: PiecesOf, batches: Batches) -> None:
         self._pieces_of = pieces_of
-        self._has_batch = driver.has("cuMemcpyBatchAsync")
-        self.staging = Buffer()
-        self._ids = Buffer()
+        self._batches = batches
+        self.staging = Buffer(driver.allocate, driver.free)
+        self._ids = Buffer(driver.allocate, driver.free)
+        self._sent = Buffer(driver.allocate_pinned, driver.free_pinned)
         with ExitStack() as made:
             self.number = driver.create_stream()
             made.callback(driver.destroy_stream, self.number)
             self._event = driver.create_event()
             made.callback(driver.destroy_event, self._event)
-            for buffer in (self.staging, self._ids):
+            for buffer in (self.staging, self._ids, self._sent):
                 made.callback(buffer.close)
             self._made = made.pop_all()
 
     def send(self, ids: _Int64s) -> int:
         """Enqueue numbers to the GPU; their address there. Once in a call."""
-        self._sent = ids  # kept while the copy may read them
-        there = self._ids.grown(ids.nbytes)
-        driver.enqueue_copy_in(there, ids.ctypes.data, ids.nbytes, self.number)
+        size_bytes = max(ids.nbytes, _LEAST_IDS_BYTES)
+        there, sent = self._ids.grown(size_bytes), self._sent.grown(size_bytes)
+        # Of pageable memory the driver may wait for the stream.
+        ctypes.memmove(sent, ids.ctypes.data, ids.nbytes)
+        driver.enqueue_copy_in(there, sent, ids.nbytes, self.number)
         return there
 
     def copy(self, copies: BusCopies, *, inward: bool) -> None:
         """Enqueue copies from the host to the GPU, or out of it, in no order.
 
-        Those of pinned memory are one submission, if the driver has that (570, CUDA 12.8).
+        Those of pinned memory are made in batches, if the GPU takes them.
         """
         pieces = self._pieces_of(copies.host)
         pinned = pieces != UNPINNED
@@ -182,7 +230,9 @@ class CopyStream:
             self._copy_each(copies.pick(~pinned), inward=inward)
             copies, pieces = copies.pick(pinned), pieces[pinned]
         copies = merged(copies, pieces)
-        if len(copies.host) < 2 or not self._copy_batch(copies, inward=inward):
+        if len(copies.host) > 1 and self._batches.on:
+            self._copy_batches(copies, inward=inward)
+        else:
             self._copy_each(copies, inward=inward)
 
     def _copy_each(self, copies: BusCopies, *, inward: bool) -> None:
@@ -192,22 +242,22 @@ class CopyStream:
             else:
                 driver.enqueue_copy_out(host, device, nbytes, self.number)
 
-    def _copy_batch(self, copies: BusCopies, *, inward: bool) -> bool:
-        """False if this driver or GPU takes no batches: nothing was enqueued."""
-        if not self._has_batch:
-            return False
+    def _copy_batches(self, copies: BusCopies, *, inward: bool) -> None:
         # Whole arrays of their own: the driver reads 64-bit numbers side by side.
-        host, device, nbytes = map(np.ascontiguousarray, copies)
-        to, source = (device, host) if inward else (host, device)
-        addresses = (to.ctypes.data, source.ctypes.data, nbytes.ctypes.data)
-        try:
-            driver.enqueue_copies(*addresses, len(nbytes), self.number)
-        except DriverError as error:
-            if error.code != _NOT_SUPPORTED:
-                raise
-            self._has_batch = False
-            return False
-        return True
+        copies = BusCopies(*map(np.ascontiguousarray, copies))
+        for first in range(0, len(copies.nbytes), _BATCH_COPIES):
+            part = slice(first, first + _BATCH_COPIES)
+            host, device, nbytes = (column[part] for column in copies)
+            to, source = (device, host) if inward else (host, device)
+            addresses = (to.ctypes.data, source.ctypes.data, nbytes.ctypes.data)
+            try:
+                driver.enqueue_copies(*addresses, len(nbytes), self.number)
+            except DriverError as error:
+                # Raises too if the copies are at fault. One that is made twice is the same twice.
+                rest = BusCopies(*(column[first:] for column in copies))
+                self._copy_each(rest, inward=inward)
+                self._batches.refused(error)
+                return
 
     def mark_kernel(self) -> None:
         """What is enqueued so far is what `wait_for_kernel` waits for."""
@@ -234,9 +284,11 @@ class CopyStream:
 
 
 class Buffer:
-    """GPU memory that grows, aligned to 256 bytes."""
+    """Memory of the driver's that grows; of the GPU it is aligned to 256 bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], int], free: Callable[[int], None]) -> None:
+        self._allocate = allocate
+        self._free = free
         self._address = 0
         self._size_bytes = 0
 
@@ -244,11 +296,11 @@ class Buffer:
         """Its address, with room for so many bytes. Contents are lost if it grows."""
         if size_bytes > self._size_bytes:
             self.close()
-            self._address = driver.allocate(size_bytes)
+            self._address = self._allocate(size_bytes)
             self._size_bytes = size_bytes
         return self._address
 
     def close(self) -> None:
         address, self._address, self._size_bytes = self._address, 0, 0
         if address:
-            driver.free(address)
+            self._free(address)

@@ -80,7 +80,7 @@ class Joining:
                 raise DeviceError("this memory cannot be unmapped")
             self.opened.append(f"closed {number}")
 
-        return SimpleNamespace(layouts=layouts, close=close)
+        return SimpleNamespace(layouts=layouts, end_calls=lambda: None, close=close)
 
     def join(self, worker_id: int | None, ago_s: float = LONG_AGO_S, unnamed: bool = False) -> Peer:
         """A peer whose HELLO came that many seconds ago."""

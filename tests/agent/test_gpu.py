@@ -299,6 +299,10 @@ def test_a_load_ends_with_the_agent_that_lost_its_gpu(
         ("cuDevicePrimaryCtxRetain", 214),
         ("cuMemHostRegister_v2", 702),
         ("cuModuleLoadData", 715),
+        ("cuIpcOpenMemHandle_v2", 226),
+        ("cuDevicePrimaryCtxRetain", 709),
+        ("cuModuleLoadData", 721),
+        ("cuMemHostRegister_v2", 810),
     ],
 )
 def test_a_gpu_that_is_lost_while_an_engine_registers(
@@ -373,6 +377,67 @@ def test_a_gpu_that_hangs_delays_no_other_and_not_the_end(
         agent.start()
         hung.wait_ready()
         assert_hit(hung, "again")
+
+
+def test_closes_that_do_not_return_end_an_idle_agent(
+    host: Host, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """And delay no store meanwhile."""
+    with new_agent(tmp_path, redis_server, shutdown_deadline_s=1.0) as agent:
+        set_in_agents("cuIpcCloseMemHandle.hang", 1)
+        for _ in range(3):  # more than gather threads
+            GpuEngine(agent.endpoint, host).close()
+        wait_until(lambda: not agent.status()["engines"], "no engine")
+        with GpuEngine(agent.endpoint, host) as engine:
+            engine.randomize(SOURCE)
+            engine.store("store", HASHES, SOURCE)
+            assert_hit(engine, "meanwhile")
+            assert engine.lookup("held", HASHES) == TOKENS
+            wait_until(lambda: agent.log.count("cannot be closed") == 3, "lines of the log")
+            time.sleep(1)
+            assert agent.running  # while a request has a hit
+            engine.scheduler.end_session("held")
+            assert wait_exit(agent) == EXIT_GPU_LOST
+            assert agent.log.count("a GPU is lost") == 1
+            set_in_agents("cuIpcCloseMemHandle.hang", 0)
+            agent.start()
+            engine.wait_ready()
+            assert_hit(engine, "again")
+
+
+def test_a_close_that_returns_late_ends_nothing(agent: AgentServer, host: Host) -> None:
+    with GpuEngine(agent.endpoint, host) as engine:
+        engine.randomize(SOURCE)
+        engine.store("store", HASHES, SOURCE)
+        assert engine.lookup("held", HASHES) == TOKENS
+        set_in_agents("cuIpcCloseMemHandle.hang", 1)
+        GpuEngine(agent.endpoint, host).close()
+        wait_until(lambda: "cannot be closed" in agent.log, "a line of the log")
+        set_in_agents("cuIpcCloseMemHandle.hang", 0)
+        wait_until(lambda: "is closed after all" in agent.log, "its end")
+        engine.scheduler.end_session("held")
+        assert_hit(engine, "again")
+    assert agent.terminate() == 0
+
+
+@either_way
+@pytest.mark.parametrize("batch", ["refused", "off"])
+def test_an_agent_without_batches_serves(
+    batch: str, direct: int, host: Host, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    set_in_agents("batch_most", 1)
+    off = {"batch_copies": "off"} if batch == "off" else {}
+    with (
+        new_agent(tmp_path, redis_server, direct, slot_bytes=64 << 10, **off) as agent,
+        GpuEngine(agent.endpoint, host) as engine,
+    ):
+        wait_until(lambda: agent.status()["pool"]["locked_bytes"] == 64 << 20, "a pinned pool")
+        engine.randomize(SOURCE)
+        engine.store("store", HASHES, SOURCE)
+        assert_hit(engine, "load")
+        asked = cuda_driver.get("cuMemcpyBatchAsync.called", in_agents())
+        assert bool(asked) == (batch != "off")
+        assert agent.log.count("copies one by one from now on") == (batch != "off")
 
 
 def test_a_dead_engines_signals_block_nobody(
@@ -482,9 +547,15 @@ def test_other_workers_keep_what_they_have(agent: AgentServer, host: Host, tmp_p
             stopping.set()
             thread.join()
         wait_until(lambda: len(agent.status()["engines"]) == 1, "a forgotten engine")
-        assert cuda_driver.get("opened", in_agents()) == before["opened"], agent.log
+        opened = before["opened"]
+        wait_until(lambda: cuda_driver.get("opened", in_agents()) == opened, "closed handles")
         after = cuda_driver.counts(in_agents())
         assert after["streams"] <= 4, "as many as copy threads"
-        for name in ("allocations", "streams", "events"):  # made for calls at once, and kept
+        for name in (
+            "allocations",
+            "pinned",
+            "streams",
+            "events",
+        ):  # made for calls at once, and kept
             assert after.pop(name) >= before.pop(name)
         assert after == before

@@ -14,7 +14,7 @@ and of others:
     tests.cuda_driver.set("hang", -1, environment)
 
 Names that `set` and `get` take: the settings, the counts of what a process has, and of each
-function "cuMemAlloc_v2.called", ".takes_us" and, for `fail`, ".code", ".at" and ".times".
+function "cuMemAlloc_v2.called", ".takes_us", ".hang" and, for `fail`, ".code", ".at" and ".times".
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from lmcache_redis.device import driver
 HERE = Path(__file__).parent
 NAME = "libcuda.so.1"
 PIECE_BYTES = 2 << 20  # of memory that is mapped in pieces
+BY_DESCRIPTOR, BY_FABRIC = 1, 8  # types of handles of such memory
 _FLAGS = ("-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread")
 _CONTROL = "CUDA_STUB_CONTROL"
-_FIELDS = ("called", "code", "at", "times", "takes_us")
+_FIELDS = ("called", "code", "at", "times", "takes_us", "hang")
 
 
 def missing() -> str | None:
@@ -181,9 +182,11 @@ def ptx(*names: str, version: str = "8.0", target: str = "sm_80", parameters: in
     return "".join([head, *entries]).encode()
 
 
-def map_pieces(count: int, *, exportable: bool = True, device: int = 0) -> int:
+def map_pieces(count: int, *, handles: int = BY_DESCRIPTOR, device: int = 0) -> int:
     """The address of memory of `cuMemCreate` that is mapped in pieces of 2 MiB, as torch's
     expandable segments are. The handles of the pieces are released.
+
+    handles: how it may be exported: `BY_DESCRIPTOR`, `BY_FABRIC`, or 0.
     """
     library, size = load(), PIECE_BYTES * count
     address, handle = ctypes.c_uint64(), ctypes.c_uint64()
@@ -195,7 +198,7 @@ def map_pieces(count: int, *, exportable: bool = True, device: int = 0) -> int:
     wide = ctypes.c_uint64
     call("cuMemAddressReserve", ctypes.byref(address), wide(size), wide(0), wide(0), wide(0))
     for number in range(count):
-        properties = struct.pack("IIIiQQ", 1, int(exportable), 1, device, 0, 0)
+        properties = struct.pack("IIIiQQ", 1, handles, 1, device, 0, 0)
         call("cuMemCreate", ctypes.byref(handle), wide(PIECE_BYTES), properties, wide(0))
         here = wide(address.value + number * PIECE_BYTES)
         call("cuMemMap", here, wide(PIECE_BYTES), wide(0), handle, wide(0))

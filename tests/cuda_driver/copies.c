@@ -271,6 +271,26 @@ static bool are_independent(Copy *copies, size_t count)
     return true;
 }
 
+/* A batch that a test has asked not to end. */
+static void run_late(Stream *stream, Operation *operation)
+{
+    (void)operation;
+    while (SETTING(batch_hangs) && !stub_has_ended(stream) && !stub_lost()) {
+        stub_nap(1000);
+    }
+    run_copies(stream, operation);
+}
+
+/* CUDA faults on the GPU then (error 700) where attribute 91 is 0. */
+static bool needs_device_address(Address address)
+{
+    pthread_rwlock_rdlock(&stub_memory_lock);
+    const Region *region = SETTING(distinct_pinned) ? stub_region_of(address) : NULL;
+    const bool needs = region != NULL && region->kind == REGISTERED;
+    pthread_rwlock_unlock(&stub_memory_lock);
+    return needs;
+}
+
 EXPORT Result cuMemcpyBatchAsync(const Address *to, const Address *from, const size_t *sizes,
     size_t count, const Attributes *attributes, const size_t *firsts, size_t attribute_count,
     size_t *failed, void *handle)
@@ -291,12 +311,20 @@ EXPORT Result cuMemcpyBatchAsync(const Address *to, const Address *from, const s
                 i, attributes[i].order, attributes[i].flags, firsts[i]);
         }
     }
+    const bool too_many = SETTING(batch_most) && count > (size_t)SETTING(batch_most);
+    if (too_many && !SETTING(batch_hangs)) {
+        return INVALID_VALUE;
+    }
     Copy *copies = calloc(count, sizeof *copies);
     size_t which = 0;
     for (size_t i = 0; i < count; i++) {
         which += which + 1 < attribute_count && firsts[which + 1] == i;
         copies[i] = (Copy){.to = to[i], .from = from[i], .size = sizes[i]};
-        const Result result = check(&copies[i]);
+        Result result = check(&copies[i]);
+        if (!result && (needs_device_address(to[i]) || needs_device_address(from[i]))) {
+            result = stub_refuse(INVALID_VALUE, "the host's address of registered memory, which "
+                "is not the GPU's, in a batch");
+        }
         if (result) {
             *failed = i;
             end_copies(&(Operation){.data = copies, .numbers = {i}});
@@ -311,7 +339,8 @@ EXPORT Result cuMemcpyBatchAsync(const Address *to, const Address *from, const s
         end_copies(&(Operation){.data = copies, .numbers = {count}});
         return stub_refuse(INVALID_VALUE, "copies of a batch depend on each other");
     }
-    enqueue(stream, copies, count);
+    stub_enqueue(stream, (Operation){.run = too_many ? run_late : run_copies, .end = end_copies,
+        .data = copies, .numbers = {count}});
     return OK;
 }
 #endif

@@ -191,6 +191,12 @@ bool stub_is_ordinal(int device)
     return device >= 0 && device < device_count;
 }
 
+/* Of a CUdevice. */
+static int ordinal_of(int device)
+{
+    return device - (int)SETTING(first_device);
+}
+
 EXPORT Result cuDriverGetVersion(int *version)
 {
     *version = (int)SETTING(driver_version);
@@ -207,13 +213,14 @@ EXPORT Result cuDeviceGetCount(int *count)
 EXPORT Result cuDeviceGet(int *device, int ordinal)
 {
     ENTER_WITHOUT_CONTEXT(cuDeviceGet);
-    *device = ordinal;
+    *device = ordinal + (int)SETTING(first_device);
     return stub_is_ordinal(ordinal) ? OK : INVALID_DEVICE;
 }
 
 EXPORT Result cuDeviceGetName(char *name, int size, int device)
 {
     ENTER_WITHOUT_CONTEXT(cuDeviceGetName);
+    device = ordinal_of(device);
     if (!stub_is_ordinal(device) || size <= 0) {
         return stub_is_ordinal(device) ? INVALID_VALUE : INVALID_DEVICE;
     }
@@ -224,6 +231,7 @@ EXPORT Result cuDeviceGetName(char *name, int size, int device)
 EXPORT Result cuDeviceGetUuid_v2(uint8_t *uuid, int device)
 {
     ENTER_WITHOUT_CONTEXT(cuDeviceGetUuid_v2);
+    device = ordinal_of(device);
     if (!stub_is_ordinal(device)) {
         return INVALID_DEVICE;
     }
@@ -234,6 +242,7 @@ EXPORT Result cuDeviceGetUuid_v2(uint8_t *uuid, int device)
 EXPORT Result cuDeviceGetAttribute(int *value, int attribute, int device)
 {
     ENTER_WITHOUT_CONTEXT(cuDeviceGetAttribute);
+    device = ordinal_of(device);
     if (!stub_is_ordinal(device)) {
         return INVALID_DEVICE;
     }
@@ -244,6 +253,7 @@ EXPORT Result cuDeviceGetAttribute(int *value, int attribute, int device)
     case 41:  /* UNIFIED_ADDRESSING */
     case 102: /* VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
     case 103: /* HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED */
+    case 110: /* GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */
         *value = 1;
         return OK;
     case 75: /* COMPUTE_CAPABILITY_MAJOR */
@@ -254,6 +264,9 @@ EXPORT Result cuDeviceGetAttribute(int *value, int attribute, int device)
         return OK;
     case 91: /* CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM */
         *value = !SETTING(distinct_pinned);
+        return OK;
+    case 128: /* HANDLE_TYPE_FABRIC_SUPPORTED */
+        *value = !!SETTING(fabric);
         return OK;
     case 122: /* CAN_USE_64_BIT_STREAM_MEM_OPS */
         *value = !!SETTING(write_values);
@@ -290,6 +303,7 @@ static bool may_use(Device *device)
 EXPORT Result cuDevicePrimaryCtxRetain(Context **context, int device)
 {
     ENTER_WITHOUT_CONTEXT(cuDevicePrimaryCtxRetain);
+    device = ordinal_of(device);
     if (!stub_is_ordinal(device)) {
         return INVALID_DEVICE;
     }
@@ -306,6 +320,7 @@ EXPORT Result cuDevicePrimaryCtxRetain(Context **context, int device)
 EXPORT Result cuDevicePrimaryCtxRelease_v2(int device)
 {
     ENTER_WITHOUT_CONTEXT(cuDevicePrimaryCtxRelease_v2);
+    device = ordinal_of(device);
     if (!stub_is_ordinal(device)) {
         return INVALID_DEVICE;
     }
@@ -353,7 +368,7 @@ EXPORT Result cuCtxGetCurrent(Context **context)
 EXPORT Result cuCtxGetDevice(int *device)
 {
     ENTER(cuCtxGetDevice);
-    *device = stub_context()->device;
+    *device = stub_context()->device + (int)SETTING(first_device);
     return OK;
 }
 

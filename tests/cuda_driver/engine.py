@@ -25,8 +25,13 @@ from tests import cuda_driver
 from tests.harness import Engine
 
 # Each layer in an allocation of its own; all in one, as torch's segments are; all in memory that is
-# mapped in pieces, which can be exported or not.
-Memory = Literal["allocations", "segment", "pieces", "unexportable pieces"]
+# mapped in pieces, which can be exported by descriptors, not at all, or for a fabric alone.
+Memory = Literal["allocations", "segment", "pieces", "unexportable pieces", "fabric pieces"]
+_HANDLE_TYPES = {
+    "pieces": cuda_driver.BY_DESCRIPTOR,
+    "unexportable pieces": 0,
+    "fabric pieces": cuda_driver.BY_FABRIC,
+}
 
 PIECE_BYTES = 2 << 20
 _ALIGNED = 512
@@ -68,12 +73,12 @@ class Host:
         self._ranges.append((range(address, address + size_bytes), gpu))
         return address
 
-    def map_pieces(self, gpu: int, size_bytes: int, *, exportable: bool) -> int:
+    def map_pieces(self, gpu: int, size_bytes: int, handle_types: int) -> int:
         """Memory as of expandable segments: address space, and a piece of memory for each part."""
         size_bytes = -(-size_bytes // PIECE_BYTES) * PIECE_BYTES
         with self.on(gpu):
             base = driver.reserve_addresses(size_bytes)
-        self._map(gpu, base, size_bytes, exportable=exportable)
+        self._map(gpu, base, size_bytes, handle_types)
         self._mapped.append((gpu, base, size_bytes))
         self._ranges.append((range(base, base + size_bytes), gpu))
         return base
@@ -88,11 +93,11 @@ class Host:
     def wake(self) -> None:
         """Maps other memory at the addresses."""
         for gpu, base, size_bytes in self._mapped:
-            self._map(gpu, base, size_bytes, exportable=True)
+            self._map(gpu, base, size_bytes, _HANDLE_TYPES["pieces"])
 
-    def _map(self, gpu: int, base: int, size_bytes: int, *, exportable: bool) -> None:
+    def _map(self, gpu: int, base: int, size_bytes: int, handle_types: int) -> None:
         # CUmemAllocationProp
-        properties = (ctypes.c_uint * 8)(1, int(exportable), 1, gpu)
+        properties = (ctypes.c_uint * 8)(1, handle_types, 1, gpu)
         size = ctypes.c_size_t(PIECE_BYTES)
         with self.on(gpu):
             for address in range(base, base + size_bytes, PIECE_BYTES):
@@ -129,7 +134,7 @@ class Host:
             if memory == "segment":
                 base = self.allocate(gpu, whole)
             else:
-                base = self.map_pieces(gpu, whole, exportable=memory == "pieces")
+                base = self.map_pieces(gpu, whole, _HANDLE_TYPES[memory])
             first = base + _BEFORE_BYTES
             addresses = [first + step * number for number in range(len(names))]
         pairs = zip(names, addresses, strict=True)

@@ -23,10 +23,6 @@ def free_memory() -> tuple[int, int]:
     return free.value, total.value
 
 
-def free_pinned(address: int) -> None:
-    driver._call("cuMemFreeHost", c_void_p(address))
-
-
 def copy_in_at_once(address: int, host: int, size_bytes: int) -> None:
     """From host memory to the GPU, by the driver alone."""
     driver._call("cuMemcpyHtoD_v2", c_uint64(address), c_void_p(host), c_size_t(size_bytes))

@@ -30,7 +30,7 @@ static const char *const CALL_NAMES[] = {
     CALLS(NAME)
 #undef NAME
 };
-static const char *const FIELD_NAMES[] = {"called", "code", "at", "times", "takes_us"};
+static const char *const FIELD_NAMES[] = {"called", "code", "at", "times", "takes_us", "hang"};
 #define LENGTH(array) ((int)(sizeof(array) / sizeof *(array)))
 
 static pthread_once_t table_once = PTHREAD_ONCE_INIT;
@@ -165,8 +165,10 @@ static bool is_sticky(Result code)
     switch (code) {
     case 214:
     case 220:
+    case 226:
     case 700:
     case 702:
+    case 709:
     case 710:
     case 714:
     case 715:
@@ -174,6 +176,8 @@ static bool is_sticky(Result code)
     case 717:
     case 718:
     case 719:
+    case 721:
+    case 810:
     case 999:
         return true;
     default:
@@ -230,6 +234,9 @@ Result stub_enter(int call, bool needs_context)
     _Atomic int64_t *slot = stub_table() + FIRST_CALL + call * CALL_FIELDS;
     slot[CALLED]++;
     stub_nap((uint64_t)slot[TAKES_US]);
+    while (slot[HANG]) {
+        stub_nap(1000);
+    }
     const Result code = demanded(slot);
     if (code || call == CALL_cuInit) {
         return code;

@@ -33,6 +33,11 @@ bool stub_is_legacy(const Stream *stream)
     return stream->number == 0;
 }
 
+bool stub_has_ended(const Stream *stream)
+{
+    return stream->ended;
+}
+
 Random *stub_stream_random(Stream *stream)
 {
     return &stream->random;

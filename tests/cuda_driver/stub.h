@@ -69,6 +69,7 @@ enum {
     X(delay_us, 0)        /* the longest wait before an operation of a stream */ \
     X(piece_bytes, 65536) /* in which copies are made, with waits between them */ \
     X(devices, 1)         /* GPUs, unless CUDA_STUB_UUIDS names them */ \
+    X(first_device, 0)    /* the CUdevice of the first GPU: others follow */ \
     X(compute_mode, 0)    /* 0: default, 2: prohibited, 3: one process */ \
     X(driver_version, 12080) \
     X(capability, 90) \
@@ -81,6 +82,9 @@ enum {
     X(free_exported, 0)   /* memory is freed although another process has it open */ \
     X(hang, 0)            /* -1: all streams stop, N: the Nth that the process made, 0: none */ \
     X(hang_gpu, 0)        /* N: all streams of the Nth GPU stop, 0: of none */ \
+    X(batch_most, 0)      /* a batch of more copies is refused with error 1; 0: no limit */ \
+    X(batch_hangs, 0)     /* a batch of more copies than `batch_most` never ends instead, until 0 */ \
+    X(fabric, 0)          /* memory may be created with handles for a fabric */ \
     X(lose, 0)            /* a sticky error for the next process that sees it: set to 0 then */ \
     X(abort, 0)           /* a refusal ends the process */
 
@@ -90,8 +94,8 @@ enum {
     X(reservations) X(mappings) X(handles) X(refusals)
 
 /* Functions of the driver. Of each the table has how often it was called; how it is to fail, with
- * `code`, `times` times (0: for ever), the first time at the `at`-th call from now; and how many
- * microseconds a call takes beside. */
+ * `code`, `times` times (0: for ever), the first time at the `at`-th call from now; how many
+ * microseconds a call takes beside; and that calls `hang`, which return when that is 0 again. */
 #define CALLS(X) \
     X(cuInit) X(cuDriverGetVersion) X(cuDeviceGetCount) X(cuDeviceGet) X(cuDeviceGetName) \
     X(cuDeviceGetUuid_v2) X(cuDeviceGetAttribute) X(cuDevicePrimaryCtxRetain) \
@@ -107,6 +111,7 @@ enum {
     X(cuModuleLoadData) X(cuModuleUnload) X(cuModuleGetFunction) X(cuLaunchKernel) \
     X(cuMemCreate) X(cuMemGetAllocationGranularity) X(cuMemRetainAllocationHandle) \
     X(cuMemExportToShareableHandle) X(cuMemImportFromShareableHandle) X(cuMemRelease) \
+    X(cuMemGetAllocationPropertiesFromHandle) \
     X(cuMemAddressReserve) X(cuMemAddressFree) X(cuMemMap) X(cuMemUnmap) X(cuMemSetAccess)
 
 enum {
@@ -124,7 +129,7 @@ enum {
 #undef NAME
     CALL_COUNT
 };
-enum { CALLED, CODE, AT, TIMES, TAKES_US, CALL_FIELDS };
+enum { CALLED, CODE, AT, TIMES, TAKES_US, HANG, CALL_FIELDS };
 #define SLOTS (FIRST_CALL + CALL_COUNT * CALL_FIELDS)
 #define MAX_DEVICES 16
 
@@ -235,6 +240,7 @@ Stream *stub_stream(void *handle); /* NULL, after a refusal: no stream. */
 Context *stub_stream_context(const Stream *stream);
 bool stub_is_legacy(const Stream *stream);
 Random *stub_stream_random(Stream *stream);
+bool stub_has_ended(const Stream *stream); /* It does nothing more. */
 /* Enqueues; the place of the operation. The stream takes what `operation` has. */
 uint64_t stub_enqueue(Stream *stream, Operation operation);
 Result stub_wait(Stream *stream, uint64_t place);

@@ -190,3 +190,44 @@ def test_a_wrong_copy_of_a_batch_is_named(stream: int) -> None:
     assert batch([(address, host, 8), (address + PAGE, host, 8)], stream) == (1, 1)
     on_the_default_stream = batch([(address, host, 8)], None)
     assert on_the_default_stream == (1, NONE)
+
+
+def test_a_batch_takes_the_address_of_the_gpu(stream: int) -> None:
+    """Where registered memory has another than the host's, a single copy takes either."""
+    cuda_driver.set("distinct_pinned", 1)
+    (host, written), (address, memory) = pageable(2 * PAGE), on_gpu(2 * PAGE)
+    driver.pin(host, 2 * PAGE)
+    written[:] = 7
+    there = driver.device_address(host)
+    for source in (host, host + PAGE):
+        copies = [(address, there, PAGE), (address + PAGE, source, PAGE)]
+        assert batch(copies, stream) == (1, 1)
+    assert cuda_driver.get("refusals") == 2
+    assert batch([(address, there, 2 * PAGE)], stream) == (0, NONE)
+    driver.synchronize_stream(stream)
+    assert (memory == 7).all()
+    driver.enqueue_copy_in(address, host, PAGE, stream)
+    written[:] = 8
+    driver.enqueue_copy_in(address, host, PAGE, stream)
+    driver.synchronize_stream(stream)
+    assert (memory[:PAGE] == 8).all()
+
+
+def test_long_batches_are_refused_or_do_not_end(stream: int) -> None:
+    host, written = pinned(3 * PAGE)
+    address, memory = on_gpu(3 * PAGE)
+    written[:] = 5
+    copies = [(address + page * PAGE, host + page * PAGE, PAGE) for page in range(3)]
+    cuda_driver.set("batch_most", 2)
+    assert batch(copies, stream) == (1, NONE)
+    assert batch(copies[:2], stream) == (0, NONE)
+    driver.synchronize_stream(stream)
+    assert (memory == 5).sum() == 2 * PAGE
+    cuda_driver.set("batch_hangs", 1)
+    assert batch(copies, stream) == (0, NONE)
+    event = driver.create_event()
+    driver.record_event(event, stream)
+    assert not more.has_happened(event)
+    cuda_driver.set("batch_hangs", 0)
+    driver.wait_for(event)
+    assert (memory == 5).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import traceback
 import warnings
@@ -14,7 +15,7 @@ from lmcache_redis.device import driver
 from lmcache_redis.errors import GpuLost
 from tests import cuda_driver
 from tests.cuda_driver import more
-from tests.cuda_driver.buffers import PAGE, refused
+from tests.cuda_driver.buffers import PAGE, refused, wait_until
 
 SECOND = "22222222-2222-2222-2222-222222222222"
 FIRST, THIRD = SECOND.replace("2", "1"), SECOND.replace("2", "3")
@@ -60,6 +61,19 @@ def test_devices_have_names_and_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (driver.device_attribute(major, 0), driver.device_attribute(minor, 1)) == (10, 0)
     with refused(101):
         driver.device_name(2)
+
+
+def test_a_device_is_no_ordinal() -> None:
+    cuda_driver.set("devices", 2)
+    cuda_driver.set("first_device", 7)
+    assert driver.device_uuids() == [FIRST, SECOND]
+    assert driver.device_name(1) == "Stub GPU"
+    assert driver.device_attribute(driver.Attribute.COMPUTE_MODE, 1) == 0
+    driver.set_context(driver.retain_context(1))
+    assert more.current_device() == 8
+    driver.release_context(1)
+    with refused(101):
+        driver._device_attribute(driver.Attribute.COMPUTE_MODE, 1)
 
 
 def test_a_process_sees_one_instance_of_mig(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +133,36 @@ def test_a_call_may_take_long(context: int) -> None:
     assert time.monotonic() - began >= 0.05
 
 
+def test_a_call_may_not_return(context: int) -> None:
+    cuda_driver.set("cuMemGetInfo_v2.hang", 1)
+    done: list[int] = []
+
+    def ask() -> None:
+        driver.set_context(context)
+        done.append(more.free_memory()[1])
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_until(lambda: cuda_driver.get("cuMemGetInfo_v2.called") == 1)
+    driver.free(driver.allocate(PAGE))
+    assert not done
+    cuda_driver.set("cuMemGetInfo_v2.hang", 0)
+    thread.join(20)
+    assert done
+
+
+def test_attributes_follow_the_settings() -> None:
+    host_pointer, rdma, fabric = 91, 110, 128
+
+    def found() -> list[int]:
+        return [driver.device_attribute(each, 0) for each in (host_pointer, rdma, fabric)]
+
+    assert found() == [1, 1, 0]
+    cuda_driver.set("distinct_pinned", 1)
+    cuda_driver.set("fabric", 1)
+    assert found() == [0, 1, 1]
+
+
 def test_a_hung_gpu_leaves_others_alone() -> None:
     cuda_driver.set("devices", 2)
     streams = []
@@ -146,6 +190,15 @@ def test_a_sticky_error_stays(context: int) -> None:
         with pytest.raises(GpuLost, match="error 700 "):
             use()
     assert driver.driver_version() == 12080
+
+
+@pytest.mark.parametrize("code", [226, 709, 721, 810])
+def test_errors_that_end_a_process_by_their_manual_stay(context: int, code: int) -> None:
+    cuda_driver.fail("cuMemGetInfo_v2", code)
+    with pytest.raises(driver.CudaError):
+        more.free_memory()
+    with refused(code):
+        driver.synchronize()
 
 
 def in_a_fork(do: Callable[[], None]) -> None:

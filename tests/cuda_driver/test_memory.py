@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -47,6 +48,24 @@ def test_memory_of_a_gpu_is_bounded(context: int) -> None:
         driver.allocate((1 << 19) + 1)
     driver.free(address)
     driver.allocate(1 << 20)
+
+
+def test_memory_for_a_fabric_has_no_descriptor(context: int) -> None:
+    for exists in (0, 1):
+        cuda_driver.set("fabric", exists)
+        for handles in (cuda_driver.BY_DESCRIPTOR, cuda_driver.BY_FABRIC):
+            if handles == cuda_driver.BY_FABRIC and not exists:
+                with pytest.raises(AssertionError, match="cuMemCreate: 801"):
+                    cuda_driver.map_pieces(1, handles=handles)
+                continue
+            piece = driver.retain_allocation(cuda_driver.map_pieces(1, handles=handles))
+            assert driver.is_for_fabric(piece) == (handles == cuda_driver.BY_FABRIC)
+            if driver.is_for_fabric(piece):
+                with refused(1):
+                    driver.export_allocation(piece)
+            else:
+                os.close(driver.export_allocation(piece))
+            driver.release_allocation(piece)
 
 
 def test_freeing_waits_for_the_work_of_the_gpu(stream: int) -> None:

@@ -9,12 +9,12 @@
 #include <unistd.h>
 
 #define GRANULARITY ((size_t)2 << 20)
-#define BY_DESCRIPTOR 1
+enum { BY_DESCRIPTOR = 1, BY_FABRIC = 8 };
 
 typedef struct Handle {
     int fd, device;
     size_t size;
-    bool exportable;
+    unsigned handle_types;
     int references; /* Of the program. */
     int mappings;
     struct Handle *next;
@@ -108,13 +108,18 @@ EXPORT Result cuMemCreate(Address *handle, size_t size, const Properties *proper
 {
     ENTER_WITHOUT_CONTEXT(cuMemCreate);
     if (!is_whole(size) || flags || properties->type != PINNED_TYPE ||
-        properties->location_type != ON_DEVICE || properties->handle_types > BY_DESCRIPTOR) {
+        properties->location_type != ON_DEVICE ||
+        properties->handle_types & ~(unsigned)(BY_DESCRIPTOR | BY_FABRIC)) {
         return INVALID_VALUE;
+    }
+    if (properties->handle_types & BY_FABRIC && !SETTING(fabric)) {
+        return NOT_SUPPORTED;
     }
     if (properties->location < 0 || !stub_is_ordinal(properties->location)) {
         return INVALID_DEVICE;
     }
-    const int fd = stub_new_memory(size, properties->location, properties->handle_types);
+    const int fd = stub_new_memory(size, properties->location,
+        properties->handle_types & BY_DESCRIPTOR);
     void *at = MAP_FAILED;
     if (fd >= 0) {
         at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -126,7 +131,7 @@ EXPORT Result cuMemCreate(Address *handle, size_t size, const Properties *proper
     munmap(at, size);
     lock();
     *handle = (Address)add_handle((Handle){.fd = fd, .device = properties->location, .size = size,
-        .exportable = properties->handle_types, .references = 1});
+        .handle_types = properties->handle_types, .references = 1});
     return unlock(OK);
 }
 
@@ -157,12 +162,24 @@ EXPORT Result cuMemRetainAllocationHandle(Address *number, void *address)
     return unlock(OK);
 }
 
+EXPORT Result cuMemGetAllocationPropertiesFromHandle(Properties *properties, Address number)
+{
+    ENTER_WITHOUT_CONTEXT(cuMemGetAllocationPropertiesFromHandle);
+    lock();
+    const Handle *handle = handle_at(number);
+    if (handle != NULL) {
+        *properties = (Properties){.type = PINNED_TYPE, .handle_types = handle->handle_types,
+            .location_type = ON_DEVICE, .location = handle->device};
+    }
+    return unlock(handle != NULL ? OK : INVALID_VALUE);
+}
+
 EXPORT Result cuMemExportToShareableHandle(int *fd, Address number, int type, uint64_t flags)
 {
     ENTER_WITHOUT_CONTEXT(cuMemExportToShareableHandle);
     lock();
     const Handle *handle = handle_at(number);
-    if (handle == NULL || type != BY_DESCRIPTOR || flags || !handle->exportable) {
+    if (handle == NULL || type != BY_DESCRIPTOR || flags || !(handle->handle_types & BY_DESCRIPTOR)) {
         return unlock(INVALID_VALUE);
     }
     *fd = fcntl(handle->fd, F_DUPFD_CLOEXEC, 0);
@@ -189,7 +206,8 @@ EXPORT Result cuMemImportFromShareableHandle(Address *number, void *descriptor, 
     }
     lock();
     *number = (Address)add_handle((Handle){
-        .fd = fd, .device = device, .size = size, .exportable = true, .references = 1});
+        .fd = fd, .device = device, .size = size, .handle_types = BY_DESCRIPTOR,
+        .references = 1});
     return unlock(OK);
 }
 

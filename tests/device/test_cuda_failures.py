@@ -183,8 +183,9 @@ class TestTheDriverRefuses:
         """Its stream serves the next call."""
         content = engine.write(2)
         cuda_driver.set("delay_us", 2000)
-        for function in ("cuMemcpyBatchAsync", "cuEventRecord"):
-            cuda_driver.fail(function, 1)
+        for function in ("cuMemcpyDtoHAsync_v2", "cuEventRecord"):
+            cuda_driver.fail("cuMemcpyBatchAsync", 1)  # the copies are made one by one then
+            cuda_driver.fail(function, 1, at=2 if function.startswith("cuMemcpy") else 1)
             with pytest.raises(DeviceError, match=rf"{function} failed with CUDA error 1 "):
                 device.gather(one([0, 1], slots_of(memory), PAGE))
         slots = slots_of(memory)
@@ -242,6 +243,17 @@ class TestTheDriverRefuses:
                 cuda_driver.fail(function, 0)
                 left = cuda_driver.counts()
                 assert {**left, "modules": 0} == {**opened, "modules": 0}, (function, at)
+
+    @pytest.mark.parametrize(
+        ("code", "cause"),
+        [(221, "libnvidia-ptxjitcompiler is missing"), (223, "unset CUDA_DISABLE_PTX_JIT")],
+    )
+    def test_kernels_that_cannot_be_compiled_have_a_cause(
+        self, engine: GpuExporter, memory: tuple[View, Host], code: int, cause: str
+    ) -> None:
+        cuda_driver.fail("cuModuleLoadData", code)
+        with pytest.raises(DeviceError, match=cause):
+            CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], unpinned_gpus(BY_KERNEL))
 
     def test_a_driver_that_is_too_old_for_kernels(
         self, engine: GpuExporter, memory: tuple[View, Host]

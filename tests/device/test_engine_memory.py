@@ -15,7 +15,6 @@ from lmcache_redis.device.handles import CudaFdHandle, CudaHandle
 from lmcache_redis.device.mapping import EngineMemory
 from lmcache_redis.errors import DeviceError, GpuLost
 from tests import cuda_driver
-from tests.cuda_driver import more
 from tests.device.gpu_exporter import PIECE_BYTES, GpuExporter
 
 pytestmark = [
@@ -85,7 +84,7 @@ class TestOfAnEngine:
         driver.enqueue_copy_out(host, address, 8, stream)
         driver.synchronize_stream(stream)
         driver.destroy_stream(stream)
-        more.free_pinned(host)
+        driver.free_pinned(host)
         second.close()
 
     def test_another_process_than_the_one_that_registered(self, either: GpuExporter) -> None:

@@ -129,6 +129,16 @@ class TestPieces:
         ):  # fmt: skip
             assert setting in str(caught.value)
 
+    def test_memory_for_a_fabric_is_called_so(self, host: Host) -> None:
+        cuda_driver.set("fabric", 1)
+        with pytest.raises(DeviceError, match="is FABRIC memory") as caught:
+            export.export_storages(storages(host, "fabric pieces"), 0)
+        for setting in ("--enable-sleep-mode", "--enable-cumem-allocator"):
+            assert setting in str(caught.value)
+        assert "expandable" not in str(caught.value)
+        host.close()
+        assert not cuda_driver.counts().get("handles")
+
     def test_pieces_of_several_sizes_are_refused(
         self, host: Host, monkeypatch: pytest.MonkeyPatch
     ) -> None:

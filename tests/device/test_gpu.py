@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lmcache_redis.device import driver
-from lmcache_redis.device.gpu import UNPINNED, BusCopies, CopyStream, merged
+from lmcache_redis.device.gpu import UNPINNED, Batches, BusCopies, CopyStream, merged
 
 
 def copies(*rows: tuple[int, int, int]) -> BusCopies:
@@ -37,12 +37,11 @@ def test_neighbours_on_both_sides_are_one(
 @pytest.mark.parametrize("inward", [True, False])
 def test_what_is_not_pinned_is_copied_apart(monkeypatch: pytest.MonkeyPatch, inward: bool) -> None:
     asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(driver, "has", lambda name: False)
     monkeypatch.setattr(driver, "enqueue_copy_in", lambda *call: asked.append(("in", *call)))
     monkeypatch.setattr(driver, "enqueue_copy_out", lambda *call: asked.append(("out", *call)))
     monkeypatch.setattr(driver, "create_stream", lambda: 7)
     monkeypatch.setattr(driver, "create_event", lambda: 0)
-    stream = CopyStream(lambda hosts: np.where(hosts < 100, UNPINNED, 0))
+    stream = CopyStream(lambda hosts: np.where(hosts < 100, UNPINNED, 0), Batches(0, wanted=False))
     rows = (200, 600, 8), (0, 500, 8), (208, 608, 8), (8, 508, 8)
     stream.copy(copies(*rows), inward=inward)
     if inward:

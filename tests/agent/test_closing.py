@@ -1,0 +1,50 @@
+"""Threads that close memory: what is overdue, and what a close that does not return holds up."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from lmcache_redis.agent.closing import ClosingThreads
+from tests.servers import wait_until
+
+LATER_S = 100.0
+
+
+def later() -> float:
+    return time.monotonic() + LATER_S
+
+
+def test_only_the_driver_is_late(caplog: pytest.LogCaptureFixture) -> None:
+    """Calls in progress may take their time. It is said once, and when it is over."""
+    closing, ended, closed = ClosingThreads(), threading.Event(), threading.Event()
+    closing.start("worker 0", ended.wait, closed.wait)
+    other = threading.Event()
+    closing.start("worker 1", lambda: None, other.set)
+    assert other.wait(10)
+    assert closing.overdue(later()) == ""
+    assert not closing.join(0.01)
+    ended.set()
+    wait_until(lambda: closing.overdue(later()) == "worker 0")
+    assert closing.overdue(later()) == "worker 0"
+    assert closing.overdue(time.monotonic() - LATER_S) == ""
+    assert not closing.join(LATER_S)
+    closed.set()
+    wait_until(lambda: closing.join(10))
+    assert closing.overdue(later()) == ""
+    wait_until(lambda: "closed after all" in caplog.text)
+    assert caplog.text.count("worker 0 cannot be closed") == 1
+    assert "worker 1" not in caplog.text
+
+
+def test_without_a_thread_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    closing = ClosingThreads()
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    closing.start("worker 0", lambda: None, lambda: None)
+    assert closing.overdue(time.monotonic()) == "worker 0"
+    assert not closing.join(0.01)
