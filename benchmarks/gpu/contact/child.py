@@ -2,7 +2,7 @@
 
 A part is a module with `measure`, which gives figures one after the other, and ``QUICK``, its
 arguments for a rehearsal. Each figure is printed when it is there. A part that fails ends with a
-figure that says so, and with the traceback in its log. On SIGUSR1 all threads' stacks are printed.
+figure that says so, and with the traceback in its log. At its limit it prints all threads' stacks.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import importlib
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Sequence
 
 from benchmarks.gpu.contact.figures import Figure, failed, line_of
 
+# A variable: when its limit is over, of `time.monotonic`, which all processes have in common.
+UNTIL_S = "FIRST_CONTACT_UNTIL_S"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,7 +39,9 @@ def run(name: str, figures: Iterable[Figure]) -> None:
     # Whatever ends the process that reads the figures ends this one too.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # By a thread of its own: a signal would wake a call that hangs.
+    left_s = float(os.environ[UNTIL_S]) - time.monotonic()
+    faulthandler.dump_traceback_later(max(left_s, 0.001))
     try:
         for figure in figures:
             print(line_of(figure), flush=True)

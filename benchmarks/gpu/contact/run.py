@@ -23,6 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO
 
+from benchmarks.gpu.contact.child import UNTIL_S
 from benchmarks.gpu.contact.figures import (
     COLUMNS,
     Figure,
@@ -109,7 +110,7 @@ def _run_part(part: Part, limit_s: float, kept: Kept) -> None:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, **part.environment},
+            env={**os.environ, **part.environment, UNTIL_S: str(started_s + limit_s)},
             start_new_session=True,
         )
         tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -143,11 +144,8 @@ def _read(lines: IO[str], kept: Kept, log: IO[str], tail: deque[str]) -> None:
 def _wait(process: subprocess.Popen[str], limit_s: float) -> str:
     """How it ended, if not well."""
     try:
-        code = process.wait(limit_s)
+        code = process.wait(limit_s + _STACKS_WITHIN_S)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGUSR1)  # prints its stacks
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STACKS_WITHIN_S)
         return f"at its limit of {limit_s:.1f} s"
     if code < 0:
         return f"by {signal.Signals(-code).name}"
