@@ -170,12 +170,22 @@ def gpu(
         int | None, typer.Option(min=1, max=1000, help="Default 5, with --quick 2.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="About a minute; less exact.")] = False,
-    parts: Annotated[
-        str, typer.Option(help="A list of kernels, agent and decode.")
-    ] = "kernels,agent,decode",
+    parts: Annotated[str, typer.Option(help="A list of those below. Default: all.")] = "",
     first_contact: Annotated[
-        str | None,
-        typer.Option(help="1, 2 or 3: a call of at most nine minutes; list: what it needs."),
+        bool, typer.Option("--first-contact", help="Say what holds on this GPU, in nine minutes.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the figures of first contact.")] = Path(
+        "bench-output/first-contact"
+    ),
+    limit_s: Annotated[
+        float, typer.Option(min=1.0, help="For all parts of first contact together.")
+    ] = 540.0,
+    pack: Annotated[
+        Path | None,
+        typer.Option(help="Make a folder for first contact on a machine without an index."),
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(help="Python of that machine, like 3.12. Default: as here.")
     ] = None,
     plot: Annotated[Path, typer.Option(help="File of the plot.")] = Path("bench-output/gpu.png"),
     json: JsonOption = None,
@@ -194,29 +204,33 @@ def gpu(
 
       decode    a loop of matrix products with stores beside it: at most 2 % slower
 
-    With --first-contact it says what holds on a GPU that this package has not met: memory between
-    processes, bytes, stalls, and the way to copy that is the fastest beside an engine.
+    With --first-contact it says what holds on a GPU that this package has not met, in parts: facts,
+    raw, model, ipc_close, batch_soak, copies, pieces, marked, order, busy and stall. Each is a
+    process with a limit of its own, and each figure is written when it is there; --quick rehearses
+    with tiny sizes. --pack makes the folder for a machine that has torch, but no package index
+    and no compiler: copy it there, and run `python3 first-contact` in it.
     """
-    if first_contact is not None:
-        _first_contact(first_contact, json)
+    words = parts.replace(",", " ").split()
+    if pack is not None:
+        from benchmarks.gpu.contact.pack import make
+
+        print(make(pack, python or f"{sys.version_info[0]}.{sys.version_info[1]}"))
+        return
+    if first_contact:
+        from benchmarks.gpu.contact import parts as contact
+        from benchmarks.gpu.contact.run import report as report_contact
+        from benchmarks.gpu.contact.run import run as run_contact
+
+        rows = run_contact(contact.parts_of(words, quick=quick), out, limit_s)
+        write_json(json, rows)
+        if not report_contact(rows, out):
+            raise typer.Exit(1)
         return
     from benchmarks.gpu import run as benchmark
-    from benchmarks.gpu.rows import QUICK, Options
+    from benchmarks.gpu.rows import PARTS, QUICK, Options
 
     chosen = QUICK if quick else Options()
-    words = parts.replace(",", " ").split()
-    benchmark.run(replace(chosen, parts=words, rounds=rounds or chosen.rounds), plot, json)
-
-
-def _first_contact(call: str, json: Path | None) -> None:
-    from benchmarks.gpu.contact import run as contact
-
-    if call == "list":
-        print(contact.explain())
-    elif call not in ("1", "2", "3"):
-        raise typer.BadParameter(f"--first-contact {call}: it is 1, 2, 3 or list")
-    elif not contact.run(int(call), json):
-        raise typer.Exit(1)
+    benchmark.run(replace(chosen, parts=words or PARTS, rounds=rounds or chosen.rounds), plot, json)
 
 
 @app.command(name="main-job")

@@ -1,72 +1,287 @@
-"""First contact: its parts over the driver of the tests, small; its figures and their verdicts."""
+"""First contact, rehearsed over the driver of the tests: whatever ends it, its figures are kept."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.contact.figures import CALLS, Figure, at_least, at_most, failures, zero
-from benchmarks.gpu.contact.run import Parts, explain, measure
-from lmcache_redis.errors import DeviceError
+from benchmarks.gpu.contact import pack
+from benchmarks.gpu.contact.exporter import LEAST_BYTES, exporter
+from benchmarks.gpu.contact.figures import (
+    Figure,
+    Row,
+    at_least,
+    at_most,
+    line_of,
+    not_good,
+    row_in,
+    table_row,
+    zero,
+)
+from benchmarks.gpu.contact.parts import NAMES, Part, parts_of
+from benchmarks.gpu.contact.run import run
+from lmcache_redis.errors import ConfigError
 from tests import cuda_driver
+from tests.servers import wait_until
 
-PARTS = """
-import json, sys
-from benchmarks.gpu.contact import copies, order, raw, stall
-parts = {
-    "raw": lambda: raw.measure(1 << 20, rounds=5, busy=2),
-    "copies": lambda: copies.measure((4096, 65536), 1 << 20),
-    "order": lambda: order.measure(2.0, busy=4),
-    "stall": lambda: stall.measure(64 << 20, 256 << 20),
-}
-print(json.dumps([figure.row() for figure in parts[sys.argv[1]]()]))
-"""
-# What holds with any GPU, whatever its speed.
+ROOT = Path(__file__).parents[2]
+# What holds with any driver, whatever its speed.
 HOLDS = {
     "raw": ["wrong reads", "size of an opened allocation is known", "error of a read"],
-    "copies": [],
+    "model": ["other logits"],
+    "ipc_close": ["copies that failed"],
+    "batch_soak": ["wrong, of 2", "wrong, of 32"],
+    "pieces": ["wrong, one piece, direct copies", "wrong, pieces of 2 MiB, kernel"],
     "order": ["wrong, kernel", "wrong, direct copies"],
     "stall": ["pinned, of the pool"],
 }
+# Of a part in place of its own: what it does after its first figure.
+HANGS = """
+    context = driver.retain_context(0)
+    driver.set_context(context)
+    stream, there = driver.create_stream(), driver.allocate(4096)
+    here = driver.allocate_pinned(4096)
+    driver.enqueue_copy_in(there, here, 4096, stream)
+    driver.synchronize_stream(stream)
+"""
+SLEEPS = "    ctypes.CDLL(None).sleep(1000)"  # a signal would wake it
+CRASHES = "    ctypes.string_at(8)"
+ENDS = "    pass"
+
+
+def environment(**settings: int) -> dict[str, str]:
+    if why := cuda_driver.missing():
+        pytest.skip(why)
+    return {"PYTHONPATH": str(ROOT), **cuda_driver.environment(**settings)}
+
+
+def part(name: str, then: str, limit_s: float = 60.0, **settings: int) -> Part:
+    """One that prints a figure, and then does this."""
+    source = f"""\
+import ctypes
+from benchmarks.gpu.contact import child
+from benchmarks.gpu.contact.figures import Figure
+from lmcache_redis.device import driver
+def measure():
+    yield Figure("{name}", "first", 1)
+{textwrap.indent(textwrap.dedent(then), "    ")}
+    yield Figure("{name}", "last", 2)
+child.run("{name}", measure())
+"""
+    return Part(name, (sys.executable, "-c", source), limit_s, environment(**settings))
+
+
+def found_in(rows: Sequence[Row], name: str) -> list[tuple[str, str]]:
+    return [(row["figure"], str(row["value"])) for row in rows if row["part"] == name]
+
+
+def written(out: Path) -> list[Row]:
+    """The figures on disk, in both files."""
+    rows = [json.loads(line) for line in (out / "figures.jsonl").read_text().splitlines()]
+    table = (out / "figures.md").read_text().splitlines()
+    assert len(table) == 2 + len(rows)
+    return rows
+
+
+@contextlib.contextmanager
+def contact(out: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--first-contact", "--quick"]
+    process = subprocess.Popen(
+        [*command, "--out", str(out), *words],
+        env={**os.environ, **environment(delay_us=20)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate()
 
 
 @pytest.mark.servers
-@pytest.mark.parametrize("part", HOLDS)
-def test_a_part_runs_over_the_tests_driver(part: str) -> None:
-    environment = {**os.environ, **cuda_driver.environment(delay_us=50)}
-    words = [sys.executable, "-c", PARTS, part]
-    ran = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    rows = json.loads(ran.stdout.splitlines()[-1])
-    for name in HOLDS[part]:
-        found = [row["criterion"] for row in rows if row["figure"].startswith(name)]
-        assert found
-        assert all(each.endswith(": good") for each in found), rows
+def test_every_part_runs_to_its_end(tmp_path: Path) -> None:
+    with contact(tmp_path) as process:
+        said = process.communicate(timeout=240)[0]
+    rows = written(tmp_path)
+    assert {row["part"] for row in rows} == {"run", *NAMES}, said
+    ended = [row for row in rows if row["figure"] in ("failed", "ended", "not run")]
+    assert not ended, said
+    for name, figures in HOLDS.items():
+        for figure in figures:
+            verdicts = [
+                row["good"]
+                for row in rows
+                if row["part"] == name and row["figure"].startswith(figure)
+            ]
+            assert verdicts == [True], (name, figure, said)
+    # There is no GPU: that is said, and the status tells it.
+    assert ("skipped", "0") not in found_in(rows, "marked")
+    assert any(row["part"] == "marked" for row in not_good(rows))
+    assert process.returncode == 1
 
 
-def test_a_verdict_stands_beside_its_criterion() -> None:
-    good, bad = at_most("p", "wait", 1.0, 2.0, "s"), at_least("p", "rate", 1.0, 2.0, "GB/s")
-    assert (good.verdict, bad.verdict) == ("at most 2: good", "at least 2: NOT GOOD")
-    plain = Figure("p", "seconds", 1.23456)
-    assert plain.row() == {"part": "p", "figure": "seconds", "value": "1.235", "criterion": ""}
-    assert failures([good, bad, plain, zero("p", "wrong", 0)]) == [bad]
+@pytest.mark.servers
+def test_a_part_that_hangs_in_the_driver_costs_only_its_rest(tmp_path: Path) -> None:
+    parts = [part("raw", ENDS), part("model", HANGS, 2.5, hang=-1), part("copies", ENDS)]
+    rows = run(parts, tmp_path, 60.0)
+    both = [("first", "1"), ("last", "2")]
+    assert found_in(rows, "raw") == found_in(rows, "copies") == both
+    assert found_in(rows, "model") == [("first", "1"), ("ended", "at its limit of 2.5 s")]
+    assert written(tmp_path) == rows
+    log = (tmp_path / "model.log").read_text()
+    assert "most recent call first" in log, log
 
 
-def test_a_part_that_fails_is_a_figure_that_is_not_good() -> None:
-    def fail() -> list[Figure]:
-        raise DeviceError("no such GPU")
+@pytest.mark.servers
+def test_a_part_that_crashes_costs_only_its_rest(tmp_path: Path) -> None:
+    parts = [part("raw", CRASHES), part("model", "1 / 0"), part("copies", ENDS)]
+    rows = run(parts, tmp_path, 60.0)
+    assert found_in(rows, "raw") == [("first", "1"), ("ended", "by SIGSEGV")]
+    assert found_in(rows, "model") == [
+        ("first", "1"),
+        ("failed", "ZeroDivisionError: division by zero"),
+    ]
+    assert found_in(rows, "copies") == [("first", "1"), ("last", "2")]
+    assert written(tmp_path) == rows
+    assert "Fatal Python error: Segmentation fault" in (tmp_path / "raw.log").read_text()
+    assert {row["part"] for row in not_good(rows)} == {"raw", "model"}
 
-    parts: Parts = {"a": fail, "b": lambda: [zero("b", "wrong", 0)]}
-    figures = measure(("a", "b"), parts)
-    assert [(each.part, each.good) for each in figures] == [("a", False), ("b", True)]
-    assert figures[0].value == "no such GPU"
+
+@pytest.mark.servers
+def test_the_limit_of_all_parts_keeps_what_is_there(tmp_path: Path) -> None:
+    parts = [part("raw", SLEEPS), part("model", ENDS)]
+    rows = run(parts, tmp_path, 2.5)
+    assert found_in(rows, "raw")[0] == ("first", "1")
+    assert [name for name, _ in found_in(rows, "raw")[1:]] == ["ended"]
+    assert found_in(rows, "model") == [("not run", "all parts had 2.5 s")]
+    assert written(tmp_path) == rows
 
 
-def test_each_part_is_in_one_call_and_explained() -> None:
-    named = [part for parts in CALLS.values() for part in parts]
-    assert len(named) == len(set(named)) == 6
-    assert all(part in explain() for part in named)
+@pytest.mark.servers
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+def test_the_end_of_the_whole_keeps_what_is_there(tmp_path: Path, by: signal.Signals) -> None:
+    with contact(tmp_path, "--parts", "raw,order") as process:
+        assert process.stdout is not None
+        assert any(line.startswith("raw  context") for line in process.stdout)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert children
+        process.send_signal(by)
+        process.communicate(timeout=60)
+    for name in ("figures.jsonl", "figures.md"):
+        assert "context, ms" in (tmp_path / name).read_text()
+    wait_until(lambda: not any(is_there(child) for child in children), "the part still runs")
+
+
+def is_there(pid: str) -> bool:
+    """A process that has not ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("asked_bytes", [256 << 10, LEAST_BYTES + 1])
+def test_memory_is_no_part_of_another_allocation(
+    asked_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA shares a small allocation with the two megabytes that it lies in."""
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    with exporter(asked_bytes) as other:
+        memory = other.share_allocation()[0]
+    assert memory.allocation_bytes % LEAST_BYTES == 0
+    assert (memory.offset_bytes, memory.size_bytes) == (0, asked_bytes)
+
+
+class TestPack:
+    @pytest.mark.servers
+    def test_the_folder_runs_by_itself(self, tmp_path: Path) -> None:
+        """Elsewhere, and without a network where this user may make one without."""
+        folder = tmp_path / "pack"
+        folder.mkdir()
+        (folder / "wheels").mkdir()
+        pack.fill(folder, f"{sys.version_info[0]}.{sys.version_info[1]}")
+        alone = ["unshare", "--map-root-user", "--net"]
+        if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+            alone = []
+        words = [*alone, sys.executable, folder / "first-contact", "--quick", "--parts", "raw"]
+        ran = subprocess.run(
+            [*words, "--out", tmp_path / "out"],
+            cwd=tmp_path,
+            env={**os.environ, **environment()},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        found = found_in(written(tmp_path / "out"), "raw")
+        assert ("wrong reads", "0") in found, ran.stdout + ran.stderr
+        assert found[-1] == ("error of closing after that", "0")
+
+    @pytest.mark.servers
+    def test_another_python_is_told(self, tmp_path: Path) -> None:
+        pack.fill(tmp_path, "3.9")
+        ran = subprocess.run(
+            [sys.executable, tmp_path / "first-contact"],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert ran.returncode == 1
+        assert "is for Python 3.9, and this is 3." in ran.stderr
+
+    def test_what_cannot_be_packed_is_said(self, tmp_path: Path) -> None:
+        with pytest.raises(pack.PackFailed, match="not built here"):
+            pack.make(tmp_path / "folder", "3.12", root=tmp_path)
+        with pytest.raises(ConfigError, match="no version of Python"):
+            pack.make(tmp_path / "folder", "3")
+        (tmp_path / "file").touch()
+        with pytest.raises(pack.PackFailed, match="not empty"):
+            pack.make(tmp_path, "3.12")
+
+    def test_what_the_package_and_the_marked_tests_need_is_carried(self) -> None:
+        names = {each.partition(">")[0].partition("<")[0] for each in pack._requirements()}
+        assert {"numpy", "pyzmq", "redis", "hypothesis", "pytest", "pytest-timeout"} <= names
+        assert not names & {"triton", "mypy", "cryptography", "torch"}
+
+
+class TestFigures:
+    def test_a_verdict_stands_beside_its_criterion(self) -> None:
+        good, bad = at_most("p", "wait", 1.0, 2.0, "s"), at_least("p", "rate", 1.0, 2.0, "GB/s")
+        assert (good.verdict, bad.verdict) == ("at most 2: good", "at least 2: NOT GOOD")
+        plain = Figure("p", "seconds", 1.23456)
+        rows = [each.row() for each in (good, bad, plain, zero("p", "wrong", 0))]
+        assert rows[2] == {
+            "part": "p", "figure": "seconds", "value": "1.235", "criterion": "", "good": None
+        }  # fmt: skip
+        assert not_good(rows) == [rows[1]]
+
+    def test_a_figure_is_a_line_between_others(self) -> None:
+        figure = at_most("p", "a | b\nc", 3.0, 2.0, "s")
+        assert row_in(line_of(figure) + "\n") == figure.row()
+        assert row_in("FIGURES are not meant\n") is None
+        assert table_row(["a | b", "c"]) == "| a \\| b | c |\n"
+
+
+class TestParts:
+    def test_some_keep_the_order_of_all(self) -> None:
+        assert [each.name for each in parts_of(["order", "raw"], quick=False)] == ["raw", "order"]
+        assert tuple(each.name for each in parts_of([], quick=True)) == NAMES
+
+    def test_each_part_is_a_module(self) -> None:
+        for name in NAMES:
+            assert (ROOT / "benchmarks" / "gpu" / "contact" / f"{name}.py").exists()
+
+    def test_an_unknown_part_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="no part 'raws'"):
+            parts_of(["raws"], quick=False)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from benchmarks.gpu.contact.exporter import map_pieces
 from lmcache_redis.device import driver, export
 from lmcache_redis.device.handles import CudaHandle, SharedMemoryHandle
 from lmcache_redis.device.signals import signals_of
@@ -94,39 +95,15 @@ class _Memory(NamedTuple):
         return self.size_bytes
 
 
-class _Properties(ctypes.Structure):
-    """``CUmemAllocationProp``."""
-
-    _fields_ = [
-        ("type", ctypes.c_int), ("handle_types", ctypes.c_int),
-        ("location_type", ctypes.c_int), ("location", ctypes.c_int),
-        ("metadata", ctypes.c_void_p), ("flags", ctypes.c_uint64),
-    ]  # fmt: skip
-
-
-def mapped_pieces(count: int, gpu: int) -> int:
-    """The address of so many pieces of `PIECE_BYTES`, as an engine with expandable segments has."""
-    base = driver.reserve_addresses(count * PIECE_BYTES)
-    create = driver._library().cuMemCreate
-    properties = _Properties(type=1, handle_types=1, location_type=1, location=gpu)
-    for number in range(count):
-        piece = ctypes.c_uint64()
-        code = create(
-            ctypes.byref(piece), ctypes.c_size_t(PIECE_BYTES), ctypes.byref(properties),
-            ctypes.c_ulonglong(0),
-        )  # fmt: skip
-        assert code == 0, code
-        driver.map_allocation(base + number * PIECE_BYTES, PIECE_BYTES, piece.value)
-        driver.release_allocation(piece.value)
-    driver.allow_access(base, count * PIECE_BYTES, gpu)
-    return base
-
-
 def main() -> None:
     size_bytes, pieces, gpu = map(int, sys.argv[1:])
     driver.set_context(driver.retain_context(gpu))
     stream = driver.create_stream()
-    address = mapped_pieces(pieces, gpu) if pieces else driver.allocate(size_bytes)
+    address = (
+        map_pieces(pieces * PIECE_BYTES, PIECE_BYTES, gpu)
+        if pieces
+        else driver.allocate(size_bytes)
+    )
     host = driver.allocate_pinned(2 * size_bytes)
     right = (ctypes.c_uint8 * size_bytes).from_address(host)
     junk = host + size_bytes

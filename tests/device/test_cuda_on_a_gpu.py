@@ -40,6 +40,7 @@ def _on_a_gpu() -> None:
         pytest.skip("no NVIDIA GPU")
 
 
+# Descriptors first: what vLLM's cumem allocator makes of a KV cache is shared by them.
 @pytest.fixture(scope="module", params=[1, None], ids=["pieces", "one allocation"])
 def engine(_on_a_gpu: None, request: pytest.FixtureRequest) -> Iterator[GpuExporter]:
     started = GpuExporter(PIECE_BYTES, request.param)

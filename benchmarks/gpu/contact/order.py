@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -22,31 +24,31 @@ from lmcache_redis.device.layout import KVLayout
 _PAGE_BYTES = 2048
 _MOVED_BYTES = 128 << 10
 _BUSY = 400
+QUICK: dict[str, Any] = {"for_s": 0.6, "busy": 4}
 
 
-def measure(for_s: float = 60.0, busy: int = _BUSY, seed: int = 5) -> list[Figure]:
+def measure(for_s: float = 60.0, busy: int = _BUSY, seed: int = 5) -> Iterator[Figure]:
     """Half of the time with the kernel, and half with direct copies."""
     layout = layout_of(_PAGE_BYTES, _MOVED_BYTES)
-    figures: list[Figure] = []
     with pinned_arena(2 * _MOVED_BYTES) as arena:
         for way in (KERNEL, DIRECT):
             with (
                 exporter(memory_bytes(layout)) as other,
                 calls_on(other, layout, arena, way) as calls,
             ):
-                rounds, wrong = _compare(other, calls, layout, for_s / 2, busy, seed)
-            figures.append(Figure("order", f"rounds, {way}, seed {seed}", rounds))
-            figures.append(zero("order", f"wrong, {way}", wrong))
-    return figures
+                rounds, wrong = compare(other, calls, layout, for_s / 2, busy, seed)
+            yield Figure("order", f"rounds, {way}, seed {seed}", rounds)
+            yield zero("order", f"wrong, {way}", wrong)
 
 
-def _compare(
+def compare(
     other: Exporter, calls: Calls, layout: KVLayout, for_s: float, busy: int, seed: int
 ) -> tuple[int, int]:
+    """Rounds, at least one, and how many gathers and scatters were wrong."""
     random = np.random.default_rng(seed)
     until_s = time.monotonic() + for_s
     rounds = wrong = 0
-    while time.monotonic() < until_s:
+    while not rounds or time.monotonic() < until_s:
         value = int(random.integers(2, 254))
         calls.gather(after=other.ask("fill", value, busy))
         wrong += any(bytes(slot) != bytes([value]) * len(slot) for slot in calls.slots)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Iterator
 from statistics import median
+from typing import Any
 
 from benchmarks.gpu.contact.exporter import exporter
 from benchmarks.gpu.contact.figures import Figure, at_most, judged, zero
@@ -17,21 +19,28 @@ _READ_BYTES = 4096
 _ROUNDS = 40
 _BUSY = 20
 _WITHIN_S = 30.0
+QUICK: dict[str, Any] = {"size_bytes": 1 << 20, "rounds": 5, "busy": 2}
 
 
 def measure(
     size_bytes: int = _SIZE_BYTES, rounds: int = _ROUNDS, busy: int = _BUSY
-) -> list[Figure]:
+) -> Iterator[Figure]:
     """Raises DeviceError where nothing of this works."""
     with exporter(size_bytes) as other:
-        handle, page = other.share()
+        handle, page = other.share_allocation()
         started_s = time.perf_counter()
         driver.set_context(driver.retain_context(0))
         context_s = time.perf_counter() - started_s
+        yield at_most("raw", "context", context_s * 1e3, 1000, "ms")
         started_s = time.perf_counter()
         base = driver.open_memory(handle.memory_handle)
         opened_s = time.perf_counter() - started_s
+        yield at_most("raw", "opening memory", opened_s * 1e3, 100, "ms")
         known = _known_bytes(base)
+        yield judged(
+            "raw", "size of an opened allocation is known", known == handle.allocation_bytes,
+            "True, else the engine's claim is believed", bool,
+        )  # fmt: skip
         signals = SignalPage(page)
         stream = driver.create_stream()
         wrong = polls = 0
@@ -47,21 +56,15 @@ def measure(
             waits.append(time.perf_counter() - started_s)
             last = base + handle.offset_bytes + size_bytes - _READ_BYTES
             wrong += _read(last, stream) != bytes([value]) * _READ_BYTES
+        yield zero("raw", "wrong reads", wrong)
+        yield judged("raw", "signals that were waited for", polls > 0, "True", bool)
+        yield Figure("raw", "wait for a signal, ms", median(waits) * 1e3)
         other.kill()
         after = _code(lambda: _read(base, stream))
+        yield zero("raw", "error of a read after the exporter was killed", after)
         closed = _code(lambda: driver.close_memory(base))
+        yield zero("raw", "error of closing after that", closed)
         signals.close()
-    return [
-        zero("raw", "wrong reads", wrong),
-        judged("raw", "signals that were waited for", polls > 0, "True", bool),
-        judged("raw", "size of an opened allocation is known", known == handle.allocation_bytes,
-               "True, else the engine's claim is believed", bool),
-        at_most("raw", "context", context_s * 1e3, 1000, "ms"),
-        at_most("raw", "opening memory", opened_s * 1e3, 100, "ms"),
-        Figure("raw", "wait for a signal, ms", median(waits) * 1e3),
-        zero("raw", "error of a read after the exporter was killed", after),
-        zero("raw", "error of closing after that", closed),
-    ]  # fmt: skip
 
 
 def _known_bytes(base: int) -> int | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from benchmarks.gpu.contact.calls import DIRECT, calls_on, layout_of, memory_bytes, pinned_arena
 from benchmarks.gpu.contact.exporter import Exporter, exporter
@@ -17,10 +18,13 @@ from lmcache_redis.errors import GpuLost
 _SLOT_BYTES = (1 << 20) - 4096
 _TICK_S = 0.001
 _PIN_WITHIN_S = 300.0
+QUICK: dict[str, Any] = {"map_bytes": 8 << 20, "pool_bytes": 32 << 20, "watch_s": 0.2}
 
 
-def measure(map_bytes: int = 4 << 30, pool_bytes: int = 16 << 30) -> list[Figure]:
-    """map_bytes: of an engine's KV cache. pool_bytes: of the host pool."""
+def measure(
+    map_bytes: int = 4 << 30, pool_bytes: int = 16 << 30, watch_s: float = 5.0
+) -> Iterator[Figure]:
+    """map_bytes: of an engine's KV cache. pool_bytes: of the host pool. watch_s: of its pinning."""
     layout = layout_of(2 << 20, map_bytes // 2)
     with exporter(memory_bytes(layout)) as other, pinned_arena(_SLOT_BYTES) as small:
 
@@ -29,16 +33,14 @@ def measure(map_bytes: int = 4 << 30, pool_bytes: int = 16 << 30) -> list[Figure
                 pass
 
         mapped_s, stalled_s = _watched(map_and_close)
-        figures = [
-            at_most("stall", "mapping and closing", mapped_s, 2.0, "s"),
-            at_most("stall", "another thread, meanwhile", stalled_s, 0.25, "s"),
-        ]
-        idle_s = _slowest_fill(other, 1.0)
-        figures.append(Figure("stall", "slowest work of another process, idle, s", idle_s))
-        return figures + _pinning(other, pool_bytes)
+        yield at_most("stall", "mapping and closing", mapped_s, 2.0, "s")
+        yield at_most("stall", "another thread while it is mapped", stalled_s, 0.25, "s")
+        idle_s = _slowest_fill(other, watch_s / 5)
+        yield Figure("stall", "slowest work of another process, idle, s", idle_s)
+        yield from _pinning(other, pool_bytes, watch_s)
 
 
-def _pinning(other: Exporter, pool_bytes: int) -> list[Figure]:
+def _pinning(other: Exporter, pool_bytes: int, watch_s: float) -> Iterator[Figure]:
     arena = Arena(pool_bytes, _SLOT_BYTES)
     lost: list[GpuLost] = []
     pinning = PoolPinning(
@@ -47,7 +49,7 @@ def _pinning(other: Exporter, pool_bytes: int) -> list[Figure]:
     )  # fmt: skip
     context = driver.retain_context(0)
     slowest: list[float] = []
-    watcher = threading.Thread(target=lambda: slowest.append(_slowest_fill(other, 5.0)))
+    watcher = threading.Thread(target=lambda: slowest.append(_slowest_fill(other, watch_s)))
 
     def pin() -> None:
         watcher.start()
@@ -61,15 +63,13 @@ def _pinning(other: Exporter, pool_bytes: int) -> list[Figure]:
     pinned_s, stalled_s = _watched(pin)
     watcher.join()
     gib = pinning.pinned_bytes / (1 << 30)
-    figures = [
-        at_least("stall", "pinned", pinning.pinned_bytes / arena.size_bytes, 1.0, "of the pool"),
-        Figure("stall", "pinning with its pauses, s a GiB", pinned_s / gib if gib else 0.0),
-        at_most("stall", "another thread, meanwhile", stalled_s, 0.25, "s"),
-        at_most("stall", "slowest work of another process, meanwhile", max(slowest), 0.25, "s"),
-    ]  # fmt: skip
+    share = pinning.pinned_bytes / arena.size_bytes
+    yield at_least("stall", "pinned", share, 1.0, "of the pool")
+    yield Figure("stall", "pinning with its pauses, s a GiB", pinned_s / gib if gib else 0.0)
+    yield at_most("stall", "another thread while it is pinned", stalled_s, 0.25, "s")
+    yield at_most("stall", "work of another process while it is pinned", max(slowest), 0.25, "s")
     pinning.close()
     arena.close()
-    return figures
 
 
 def _slowest_fill(other: Exporter, for_s: float) -> float:
