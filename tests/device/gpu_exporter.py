@@ -1,6 +1,7 @@
 """A stand-in for an engine on a GPU, without torch; with NVIDIA's driver or that of the tests.
 
-It has one range of GPU memory, of equal pieces that are mapped side by side or of one allocation.
+It has one range of GPU memory, of equal pieces that are mapped side by side or of one allocation,
+which is as large as a piece at least.
 Each line in is a JSON array, a command and its arguments; each line out is the answer. Ends when
 its standard input does.
 
@@ -126,7 +127,8 @@ def main() -> None:
     size_bytes, pieces, gpu = map(int, sys.argv[1:])
     driver.set_context(driver.retain_context(gpu))
     stream = driver.create_stream()
-    address = mapped_pieces(pieces, gpu) if pieces else driver.allocate(size_bytes)
+    least_bytes = max(size_bytes, PIECE_BYTES)  # less may be a part of a block
+    address = mapped_pieces(pieces, gpu) if pieces else driver.allocate(least_bytes)
     host = driver.allocate_pinned(2 * size_bytes)
     right = (ctypes.c_uint8 * size_bytes).from_address(host)
     junk = host + size_bytes

@@ -22,7 +22,6 @@ import pytest
 
 from lmcache_redis.device import driver
 from tests import cuda_driver
-from tests.device.gpu_exporter import _Properties
 
 pytestmark = pytest.mark.skipif(bool(cuda_driver.missing()), reason=str(cuda_driver.missing()))
 
@@ -87,11 +86,6 @@ STRUCTURES: dict[str, tuple[type[ctypes.Structure], str]] = {
     "CUmemcpyAttributes": (
         driver._BatchAttributes,
         "srcAccessOrder srcLocHint.type srcLocHint.id dstLocHint.type dstLocHint.id flags",
-    ),
-    # Of the tests alone.
-    "CUmemAllocationProp": (
-        _Properties,
-        "type requestedHandleTypes location.type location.id win32HandleMetaData allocFlags",
     ),
 }
 

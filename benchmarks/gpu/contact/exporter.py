@@ -26,6 +26,7 @@ from lmcache_redis.device.signals import Signals
 from lmcache_redis.errors import DeviceError
 
 _FILLED_BYTES = 8 << 20  # copied at once from pinned memory of that byte
+_LEAST_BYTES = 2 << 20  # CUDA shares smaller allocations with what lies beside them
 
 
 class Memory:
@@ -34,7 +35,7 @@ class Memory:
     def __init__(self, size_bytes: int) -> None:
         driver.set_context(driver.retain_context(0))
         self._size_bytes = size_bytes
-        self._address = driver.allocate(size_bytes)
+        self._address = driver.allocate(max(size_bytes, _LEAST_BYTES))
         self._stream = driver.create_stream()
         self._signals = Signals(0)
         self._pinned = driver.allocate_pinned(min(_FILLED_BYTES, size_bytes) * 2)
