@@ -78,6 +78,7 @@ enum {
     X(distinct_pinned, 0) /* registered memory has another address on the GPU */ \
     X(pin_us_per_mib, 0)  /* how long a registration takes */ \
     X(pin_most_mib, 0)    /* a larger registration fails with error 2; 0: no limit */ \
+    X(pageable_waits, 50) /* per cent of the copies from pageable memory that wait for the stream */ \
     X(free_exported, 0)   /* memory is freed although another process has it open */ \
     X(hang, 0)            /* -1: all streams stop, N: the Nth that the process made, 0: none */ \
     X(hang_gpu, 0)        /* N: all streams of the Nth GPU stop, 0: of none */ \
