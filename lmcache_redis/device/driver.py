@@ -28,9 +28,9 @@ from lmcache_redis.errors import CudaError, DeviceError, DriverError, GpuLost
 IPC_HANDLE_BYTES = 64  # sizeof(CUipcMemHandle)
 _LIBRARY = "libcuda.so.1"
 # After these, every call of this process to this GPU returns an error: the process has to end.
-# 214 ECC, 220 NVLink, 700 illegal address, 702 launch timeout, 710 assert, 714-719 faults of the
-# hardware or of a launch, 999 unknown.
-_STICKY = frozenset({214, 220, 700, 702, 710, *range(714, 720), 999})
+# 214 ECC, 220 NVLink, 226 contained, 700 illegal address, 702 launch timeout, 709 no context, 710
+# assert, 714-719 faults of the hardware or of a launch, 721 tensor memory, 810 MPS, 999 unknown.
+_STICKY = frozenset({214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 810, 999})
 
 _CAUSES = {
     2: "the GPU has too little free memory, or a single registration of host memory is too large",

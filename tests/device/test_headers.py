@@ -302,3 +302,15 @@ def test_errors_are_what_their_numbers_say(header: Header) -> None:
 
     header.asserts(conditions())
     assert driver._CAUSES.keys() | driver._STICKY <= set(ERRORS)
+
+
+def test_a_process_ends_after_what_the_header_says_it_must(header: Header) -> None:
+    """All but 911, of external semaphores, which nothing here has."""
+    listed = header.text.partition("typedef enum cudaError_enum")[2].partition("} CUresult")[0]
+    said = {
+        int(code)
+        for text, code in re.findall(r"/\*\*(.*?)\*/\s*CUDA_\w+\s*=\s*(\d+)", listed, re.DOTALL)
+        if "terminated and relaunched" in re.sub(r"[\s*]+", " ", text)
+    }
+    assert {226, 700, 719} < said
+    assert said - {911} <= driver._STICKY
