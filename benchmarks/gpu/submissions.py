@@ -51,7 +51,7 @@ SHAPES = (
 def engine(ordinal: int) -> None:
     """A process with memory on a GPU; prints its handle, and ends with its standard input."""
     driver.set_context(driver.retain_context(ordinal))
-    size_bytes = 16 * CHUNK_BYTES
+    size_bytes = 64 * CHUNK_BYTES  # CUDA shares smaller allocations with what lies beside them
     address = driver.allocate(size_bytes)
     handle = CudaIPCHandle(
         *own_process(),

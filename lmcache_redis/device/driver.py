@@ -35,7 +35,6 @@ _STICKY = frozenset({214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 8
 _CAUSES = {
     2: "the GPU has too little free memory, or a single registration of host memory is too large",
     34: "only a stub of libcuda is installed: run with NVIDIA's driver",
-    35: "the driver is too old: 525 or newer is needed",
     46: "the GPU's compute mode is exclusive or prohibited: nvidia-smi --compute-mode=DEFAULT",
     100: "no GPU is visible: check CUDA_VISIBLE_DEVICES and that the container has the GPUs",
     101: "no such GPU",

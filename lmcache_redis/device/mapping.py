@@ -1,7 +1,8 @@
 """How the agent opens an engine's GPU memory: by CUDA's IPC handles, or by descriptors.
 
 A handle is not trusted. The engine's process must run, as this user. The allocation that a handle
-opens must be as large as the engine says, as far as the driver tells. Several handles of one
+opens must be as large as the engine says, as far as the driver tells. One of less than 2 MiB is
+refused: CUDA shares the block in which it lies, and does not tell where. Several handles of one
 allocation open it once.
 
 Memory of ``cuMemCreate`` has no IPC handle. The engine exports each of its pieces as a descriptor,
@@ -23,6 +24,7 @@ from lmcache_redis.device.table import Storage
 from lmcache_redis.errors import DeviceError, DriverError
 
 _MOST_BYTES = 2**62
+_LEAST_SHARED_BYTES = 2 << 20  # smaller allocations of cuMemAlloc may lie in one block
 _MOST_PIECES = 65_536
 _PIDFD_GETFD = 438  # of every architecture
 _REFUSALS = {
@@ -87,6 +89,11 @@ class EngineMemory:
         return self._opened[key]
 
     def _open(self, handle: CudaIPCHandle) -> int:
+        if handle.allocation_bytes < _LEAST_SHARED_BYTES:
+            raise DeviceError(
+                f"process {handle.pid} registered an allocation of {handle.allocation_bytes} bytes "
+                "of GPU memory: CUDA shares the block of 2 MiB in which it may lie"
+            )
         base = driver.open_memory(handle.memory_handle)
         self._mapped.callback(driver.close_memory, base)
         try:

@@ -24,7 +24,7 @@ from lmcache_redis.device.handles import CudaFdHandle
 from lmcache_redis.errors import DeviceError, FormatError
 from tests import cuda_driver
 from tests.compat.gpu_tensors import SHAPE, gpu_tensor
-from tests.cuda_driver.engine import Host, gpus
+from tests.cuda_driver.engine import PIECE_BYTES, Host, gpus
 
 pytestmark = pytest.mark.skipif(cuda_driver.missing() is not None, reason="no gcc")
 
@@ -120,7 +120,7 @@ class TestWrapper:
             {"memory": {"memory_handle": b"short"}},
             {"memory": {"size_bytes": 0}},
             {"memory": {"size_bytes": 1}},
-            {"memory": {"offset_bytes": 1}},
+            {"memory": {"offset_bytes": PIECE_BYTES}},
             {"dtype": "float17"},
             {"shape": (-1, -1)},
             {"shape": (2**62, 2**62)},

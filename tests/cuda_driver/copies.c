@@ -151,7 +151,7 @@ static Result submit(Stream *stream, Copy *copies, size_t count, bool synchronou
             synchronous = true;
         }
         if (copies[i].from_place == OF_PAGEABLE) {
-            if (!synchronous && stub_any(2)) {
+            if (!synchronous && stub_any(100) < (uint64_t)SETTING(pageable_waits)) {
                 synchronous = true;
             } else {
                 take(&copies[i]);

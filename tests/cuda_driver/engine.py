@@ -67,6 +67,8 @@ class Host:
         return self._streams[gpu]
 
     def allocate(self, gpu: int, size_bytes: int) -> int:
+        """Of a whole number of pieces, as torch's segments are."""
+        size_bytes = -(-size_bytes // PIECE_BYTES) * PIECE_BYTES
         with self.on(gpu):
             address = driver.allocate(size_bytes)
         self._allocations.append((gpu, address))

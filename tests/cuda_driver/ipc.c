@@ -18,7 +18,7 @@ typedef struct {
     uint32_t magic;
     int pid, fd;
     uint64_t inode;
-    uint64_t size; /* Of the allocation, which may end within a page. */
+    uint64_t size; /* Of the allocation, which may end within a page; of its block if it is small. */
     uint8_t uuid[16];
 } Contents;
 
@@ -27,12 +27,13 @@ _Static_assert(sizeof(Contents) <= sizeof(Handle), "");
 EXPORT Result cuIpcGetMemHandle(Handle *handle, Address address)
 {
     ENTER(cuIpcGetMemHandle);
-    pthread_rwlock_rdlock(&stub_memory_lock);
-    const Region *region = stub_region_of(address);
+    pthread_rwlock_wrlock(&stub_memory_lock);
+    Region *region = stub_region_of(address);
     const bool good = region != NULL && region->kind == ALLOCATED;
     if (good) {
+        region->exported = true;
         Contents contents = {.magic = MAGIC, .pid = getpid(), .fd = region->fd,
-            .inode = region->inode, .size = region->size};
+            .inode = region->inode, .size = region->owner != NULL ? BLOCK_BYTES : region->size};
         memcpy(contents.uuid, stub_uuid(region->device), 16);
         memset(handle, 0, sizeof *handle);
         memcpy(handle, &contents, sizeof contents);
@@ -54,6 +55,38 @@ void stub_note_opener(int fd, int before, int after)
     if (trailer != NULL) {
         munmap(trailer, TRAILER_BYTES);
     }
+}
+
+static bool runs(int pid)
+{
+    char path[64], text[256] = "";
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    FILE *file = fopen(path, "re");
+    if (file == NULL) {
+        return false;
+    }
+    const size_t length = fread(text, 1, sizeof text - 1, file);
+    fclose(file);
+    text[length] = 0;
+    const char *end = strrchr(text, ')');
+    return end != NULL && end[2] != 'Z' && end[2] != 'X';
+}
+
+/* A process that has an allocation open, or 0. */
+int stub_opener_of(int fd)
+{
+    Trailer *trailer = stub_trailer(fd);
+    int found = 0;
+    for (size_t i = 0; trailer != NULL && i < sizeof trailer->openers / sizeof(int); i++) {
+        const int pid = trailer->openers[i];
+        if (pid && runs(pid)) {
+            found = pid;
+        }
+    }
+    if (trailer != NULL) {
+        munmap(trailer, TRAILER_BYTES);
+    }
+    return found;
 }
 
 /* Of the allocation of another process: a descriptor, or -1 if it is gone. */

@@ -1,7 +1,6 @@
 /* The regions of memory that a GPU can reach, and allocations. */
 #include "stub.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -188,6 +187,83 @@ Trailer *stub_trailer(int fd)
     return trailer;
 }
 
+/* New memory of a GPU, mapped: a region without `.size`, or one without `.base`. */
+static Region map_memory(size_t size, int device)
+{
+    const int fd = stub_new_memory(size, device, false);
+    void *at = MAP_FAILED;
+    if (fd >= 0) {
+        at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    }
+    if (at == MAP_FAILED) {
+        return (Region){0};
+    }
+    memset(at, FRESH_BYTE, size);
+    struct stat found;
+    fstat(fd, &found);
+    return (Region){.base = (Address)at, .kind = ALLOCATED, .device = device, .readable = true,
+        .writable = true, .fd = fd, .inode = found.st_ino};
+}
+
+/* Memory of which small allocations are parts. None is at its beginning, where a handle of any of
+ * them leads: the manual does not say to which of its bytes. */
+typedef struct Block {
+    Region memory;
+    size_t used;
+    int parts;
+    struct Block *next;
+} Block;
+
+static Block *blocks;
+
+/* A part of a block: not used before, also if others have been freed. */
+static Region part_of_block(size_t size, int device)
+{
+    const size_t room = (size + ALIGNED_BYTES - 1) & ~(size_t)(ALIGNED_BYTES - 1);
+    Block *block = blocks;
+    while (block != NULL &&
+           (block->memory.device != device || block->used + room > BLOCK_BYTES)) {
+        block = block->next;
+    }
+    if (block == NULL) {
+        const Region memory = map_memory(BLOCK_BYTES, device);
+        if (!memory.base) {
+            return memory;
+        }
+        block = malloc(sizeof *block);
+        *block = (Block){.memory = memory, .used = ALIGNED_BYTES, .next = blocks};
+        blocks = block;
+    }
+    Region part = block->memory;
+    part.base += block->used;
+    part.owner = block;
+    block->used += room;
+    block->parts++;
+    return part;
+}
+
+/* Gives the memory of an allocation back; that of a block with its last part. */
+static void unmap_memory(const Region *region)
+{
+    Block *block = region->owner;
+    if (block == NULL) {
+        munmap((void *)region->base, stub_whole_pages(region->size));
+        close(region->fd);
+        return;
+    }
+    if (--block->parts) {
+        return;
+    }
+    Block **at = &blocks;
+    while (*at != block) {
+        at = &(*at)->next;
+    }
+    *at = block->next;
+    munmap((void *)block->memory.base, BLOCK_BYTES);
+    close(block->memory.fd);
+    free(block);
+}
+
 EXPORT Result cuMemAlloc_v2(Address *address, size_t size)
 {
     ENTER(cuMemAlloc_v2);
@@ -195,60 +271,20 @@ EXPORT Result cuMemAlloc_v2(Address *address, size_t size)
         return INVALID_VALUE;
     }
     const int device = stub_context()->device;
-    const size_t mapped = stub_whole_pages(size);
     if (stub_used(device) + size > (uint64_t)SETTING(memory_mib) << 20) {
         return OUT_OF_MEMORY;
     }
-    const int fd = stub_new_memory(mapped, device, false);
-    void *at = MAP_FAILED;
-    if (fd >= 0) {
-        at = mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    }
-    if (at == MAP_FAILED) {
-        return OUT_OF_MEMORY;
-    }
-    memset(at, FRESH_BYTE, mapped);
-    struct stat found;
-    fstat(fd, &found);
     pthread_rwlock_wrlock(&stub_memory_lock);
-    stub_add_region((Region){.base = (Address)at, .size = size, .kind = ALLOCATED,
-        .device = device, .readable = true, .writable = true, .fd = fd, .inode = found.st_ino});
+    Region made = size + ALIGNED_BYTES <= BLOCK_BYTES
+        ? part_of_block(size, device) : map_memory(stub_whole_pages(size), device);
+    if (made.base) {
+        made.size = size;
+        stub_add_region(made);
+        COUNT(allocations)++;
+        *address = made.base;
+    }
     pthread_rwlock_unlock(&stub_memory_lock);
-    COUNT(allocations)++;
-    *address = (Address)at;
-    return OK;
-}
-
-static bool runs(int pid)
-{
-    char path[64], text[256] = "";
-    snprintf(path, sizeof path, "/proc/%d/stat", pid);
-    FILE *file = fopen(path, "re");
-    if (file == NULL) {
-        return false;
-    }
-    const size_t length = fread(text, 1, sizeof text - 1, file);
-    fclose(file);
-    text[length] = 0;
-    const char *end = strrchr(text, ')');
-    return end != NULL && end[2] != 'Z' && end[2] != 'X';
-}
-
-/* A process that has an allocation open, or 0. */
-static int opener_of(int fd)
-{
-    Trailer *trailer = stub_trailer(fd);
-    int found = 0;
-    for (size_t i = 0; trailer != NULL && i < sizeof trailer->openers / sizeof(int); i++) {
-        const int pid = trailer->openers[i];
-        if (pid && runs(pid)) {
-            found = pid;
-        }
-    }
-    if (trailer != NULL) {
-        munmap(trailer, TRAILER_BYTES);
-    }
-    return found;
+    return made.base ? OK : OUT_OF_MEMORY;
 }
 
 EXPORT Result cuMemFree_v2(Address address)
@@ -261,7 +297,7 @@ EXPORT Result cuMemFree_v2(Address address)
     if (found == NULL) {
         return stub_refuse(INVALID_VALUE, "%#lx is no allocation of cuMemAlloc", address);
     }
-    const int opener = SETTING(free_exported) ? 0 : opener_of(held.fd);
+    const int opener = held.exported && !SETTING(free_exported) ? stub_opener_of(held.fd) : 0;
     if (opener) {
         return stub_refuse(INVALID_VALUE, "process %d has the allocation open", opener);
     }
@@ -274,8 +310,7 @@ EXPORT Result cuMemFree_v2(Address address)
     if (region != NULL) {
         stub_remove_region(region);
         memset((void *)address, FREED_BYTE, held.size);
-        munmap((void *)address, stub_whole_pages(held.size));
-        close(held.fd);
+        unmap_memory(&held);
         COUNT(allocations)--;
     }
     pthread_rwlock_unlock(&stub_memory_lock);
@@ -318,13 +353,15 @@ void stub_forget_memory(int device)
         COUNT(allocations) -= region->kind == ALLOCATED;
         COUNT(opened) -= region->kind == OPENED;
         COUNT(pinned) -= region->kind == PINNED || region->kind == REGISTERED;
-        if (region->kind != MAPPED && region->kind != REGISTERED) {
-            munmap((void *)region->base, stub_whole_pages(region->size));
-        }
         if (region->kind == OPENED) {
             stub_note_opener(region->fd, getpid(), 0);
         }
-        if (region->fd >= 0) {
+        if (region->kind == ALLOCATED) {
+            unmap_memory(region);
+        } else if (region->kind != MAPPED && region->kind != REGISTERED) {
+            munmap((void *)region->base, stub_whole_pages(region->size));
+        }
+        if (region->kind != ALLOCATED && region->fd >= 0) {
             close(region->fd);
         }
         stub_remove_region(region);

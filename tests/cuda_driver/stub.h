@@ -79,6 +79,7 @@ enum {
     X(distinct_pinned, 0) /* registered memory has another address on the GPU */ \
     X(pin_us_per_mib, 0)  /* how long a registration takes */ \
     X(pin_most_mib, 0)    /* a larger registration fails with error 2; 0: no limit */ \
+    X(pageable_waits, 50) /* per cent of the copies from pageable memory that wait for the stream */ \
     X(free_exported, 0)   /* memory is freed although another process has it open */ \
     X(hang, 0)            /* -1: all streams stop, N: the Nth that the process made, 0: none */ \
     X(hang_gpu, 0)        /* N: all streams of the Nth GPU stop, 0: of none */ \
@@ -187,7 +188,8 @@ typedef struct Region {
     int fd;           /* -1: not a memfd. */
     ino_t inode;
     int references;   /* Of OPENED. */
-    void *owner;      /* The handle of MAPPED. */
+    bool exported;    /* ALLOCATED, and another process may open it. */
+    void *owner;      /* The handle of MAPPED, the block of a small one of ALLOCATED. */
     struct Region *next;
 } Region;
 /* At the end of a memfd, on a page of its own. */
@@ -204,6 +206,9 @@ typedef struct {
 #define TRAILER_BYTES 4096
 #define TRAILER_MAGIC 0x6375646173747562u
 #define DISTINCT_OFFSET (1ull << 52)
+/* Smaller allocations are parts of such a block, and a handle of one opens the whole block. */
+#define BLOCK_BYTES ((size_t)2 << 20)
+#define ALIGNED_BYTES 512
 
 extern pthread_rwlock_t stub_memory_lock; /* Of the list. A piece of a copy holds it to read. */
 size_t stub_whole_pages(size_t size);
@@ -224,6 +229,7 @@ int stub_new_memory(size_t size, int device, bool exportable);
 Trailer *stub_trailer(int fd); /* NULL: not such a memfd. */
 size_t stub_used(int device);
 void stub_note_opener(int fd, int before, int after);
+int stub_opener_of(int fd); /* A process that has an allocation open, or 0. */
 void stub_forget_memory(int device);
 /* host.c: whether all pages of a range belong to the process. */
 bool stub_is_in_process(Address address, size_t size);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import numpy as np
 import pytest
@@ -79,6 +80,28 @@ def test_pageable_memory_is_staged(stream: int) -> None:
         driver.enqueue_copy_out(target, address, PAGE, stream)
         assert (read == value).all()
     assert 0 < late < 29, "the GPU's memory is sometimes written later"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_copy_from_pageable_memory_may_wait_for_its_stream(stream: int, waits: bool) -> None:
+    """The manual allows both."""
+    cuda_driver.set("pageable_waits", 100 if waits else 0)
+    address, context = driver.allocate(PAGE), driver.retain_context(0)
+    source, _ = pageable(PAGE)
+    cuda_driver.set("hang", -1)
+
+    def copy() -> None:
+        driver.set_context(context)
+        driver.enqueue_copy_in(address, source, PAGE, stream)
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    if waits:
+        thread.join(0.1)
+        assert thread.is_alive()
+        cuda_driver.set("hang", 0)
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_the_plain_copy_does_not_write_before_it_returns(context: int) -> None:

@@ -18,7 +18,7 @@ from tests.cuda_driver.peers import Peer, PeerError
 
 pytestmark = pytest.mark.servers
 
-SIZE = 3 * PAGE + 100
+SIZE = cuda_driver.PIECE_BYTES + 3 * PAGE + 100  # in no block with others
 
 
 @pytest.fixture
@@ -40,7 +40,8 @@ def test_memory_of_another_process_is_mapped(peer: Peer) -> None:
     here = driver.open_memory(handle)
     assert driver.allocation_of(here + 5) == (here, SIZE)
     bytes_at(here, SIZE)[:] = np.arange(SIZE) % 251
-    assert peer(f"bytes_at({theirs}, {SIZE}).tolist()") == [each % 251 for each in range(SIZE)]
+    found = peer(f"bytes_at({theirs}, {SIZE})[-{PAGE}:].tolist()")
+    assert found == [each % 251 for each in range(SIZE - PAGE, SIZE)]
     driver.close_memory(here)
     with refused(1):
         driver.close_memory(here)
@@ -79,6 +80,30 @@ def test_a_mapping_outlives_the_exporter(peer: Peer) -> None:
     driver.close_memory(here)
     with refused(400):
         driver.open_memory(handle)
+
+
+def test_a_small_allocation_is_shared_with_its_block(peer: Peer) -> None:
+    """Where in it the handle of a part leads is not told: here to the beginning."""
+    parts = [exported(peer, PAGE) for _ in range(2)]
+    addresses, handles = zip(*parts, strict=True)
+    assert addresses[1] == addresses[0] + PAGE
+    opened = [driver.open_memory(handle) for handle in handles]
+    assert opened[0] == opened[1]
+    here = opened[0]
+    assert driver.allocation_of(here) == (here, cuda_driver.PIECE_BYTES)
+    peer(f"bytes_at({addresses[0]}, {2 * PAGE}).fill(9)")
+    (places,) = np.nonzero(bytes_at(here, cuda_driver.PIECE_BYTES) == 9)
+    assert (places[0] > 0, len(places)) == (True, 2 * PAGE)
+    with pytest.raises(PeerError, match="error 1 "):
+        peer(f"driver.free({addresses[1]})")
+    peer(f"driver.free(driver.allocate({PAGE}))")  # no handle of it was made
+    for _ in handles:
+        driver.close_memory(here)
+    for address in addresses:
+        peer(f"driver.free({address})")
+    assert cuda_driver.counts(peer.environment) == {"contexts": 1, "refusals": 1}
+    with refused(400):
+        driver.open_memory(handles[0])
 
 
 def test_freed_memory_cannot_be_opened(peer: Peer) -> None:
@@ -198,8 +223,8 @@ def test_a_wait_that_is_missing_shows(stream: int, waits: bool) -> None:
     """One process fills memory late, and another reads it: wrong bytes without the signal."""
     size, wrong, slow_us = 16 * PAGE, 0, 2000 if waits else 10**6
     with closing(Peer()) as peer:
-        target, handle = exported(peer, size)
-        page, page_handle = exported(peer, PAGE)
+        target, handle = exported(peer)
+        page, page_handle = exported(peer)
         source, theirs = peer(f"driver.allocate_pinned({size})"), peer("driver.create_stream()")
         here, host = driver.open_memory(handle), driver.allocate_pinned(size)
         signal = bytes_at(driver.open_memory(page_handle), 8).view("u8")

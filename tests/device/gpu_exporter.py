@@ -1,6 +1,7 @@
 """A stand-in for an engine on a GPU, without torch; with NVIDIA's driver or that of the tests.
 
-It has one range of GPU memory, of equal pieces that are mapped side by side or of one allocation.
+It has one range of GPU memory, of equal pieces that are mapped side by side or of one allocation,
+which is as large as a piece at least.
 Each line in is a JSON array, a command and its arguments; each line out is the answer. Ends when
 its standard input does.
 
@@ -99,10 +100,11 @@ def main() -> None:
     size_bytes, pieces, gpu = map(int, sys.argv[1:])
     driver.set_context(driver.retain_context(gpu))
     stream = driver.create_stream()
+    # Less may be a part of a block.
     address = (
         map_pieces(pieces * PIECE_BYTES, PIECE_BYTES, gpu)
         if pieces
-        else driver.allocate(size_bytes)
+        else driver.allocate(max(size_bytes, PIECE_BYTES))
     )
     host = driver.allocate_pinned(2 * size_bytes)
     right = (ctypes.c_uint8 * size_bytes).from_address(host)

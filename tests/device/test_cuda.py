@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from lmcache_redis.device.gpu import Gpus
 from tests import cuda_driver
 from tests.device.gpu_calls import Host, View, check_on_gpu, plain, range_of, viewed
 from tests.device.gpu_exporter import PIECE_BYTES, GpuExporter
-from tests.device.layouts import Call, calls, one
+from tests.device.layouts import Call, Paged, calls, one
 
 pytestmark = [
     pytest.mark.servers,
@@ -73,6 +74,28 @@ def test_both_directions(
         check_on_gpu(engine, view, host, gpus, call, shift=shift, gap=gap)
 
     check()
+
+
+@each_way
+@each_driver
+def test_a_chunk_of_4096_scattered_blocks_of_one_token(
+    engine: GpuExporter,
+    memory: tuple[View, Host],
+    direct_copy_bytes: int,
+    batch: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No two of them are neighbours, and there are bytes between all pages."""
+    if not batch:
+        without_batch(monkeypatch)
+    view, host = memory
+    random = np.random.default_rng(4)
+    layout = plain(16, 8192, 2, stride=24)
+    case = Paged(layout, [random.integers(0, 256, 2 * 8192 * 24, np.uint8)])
+    ids = (2 * random.permutation(4096)).tolist()
+    gpus = Gpus(direct_copy_bytes, host.pieces_of)
+    call = Call(case, [ids], 16 << 10, 7)
+    check_on_gpu(engine, view, host, gpus, call, shift=8, gap=16)
 
 
 BATCH, COPY = "cuMemcpyBatchAsync", "cuMemcpyDtoHAsync_v2"

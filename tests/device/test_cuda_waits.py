@@ -94,6 +94,22 @@ class Rounds:
         self.host.close()
 
 
+@pytest.mark.parametrize("direct_copy_bytes", [DIRECT, BY_KERNEL])
+def test_no_order_of_250_rounds_is_wrong(direct_copy_bytes: int) -> None:
+    """Fast ones, in which the processes overtake each other. Each way has 250."""
+    fast = GpuExporter(SIZE, None, cuda_driver.environment(delay_us=30, piece_bytes=16384))
+    cuda_driver.reset()
+    cuda_driver.set("delay_us", 50)
+    rounds = Rounds(fast, direct_copy_bytes)
+    try:
+        right = [(rounds.gather(seed), rounds.scatter(seed)) for seed in range(125)]
+        assert right == [(True, True)] * 125
+    finally:
+        rounds.close()
+        cuda_driver.reset()
+        fast.kill()
+
+
 @pytest.mark.parametrize(
     ("kind", "wait", "direct_copy_bytes"),
     [

@@ -120,6 +120,13 @@ class TestForged:
             EngineMemory([engine.memory], 0)
         cuda_driver.reset()
 
+    def test_an_allocation_that_may_share_a_block(self, engine: GpuExporter) -> None:
+        """Refused before it is opened: which bytes would be its own is not told."""
+        small = changed(engine.memory, allocation_bytes=4096, size_bytes=4096)
+        with pytest.raises(DeviceError, match=r"4096 bytes .* the block of 2 MiB"):
+            EngineMemory([small], 0)
+        assert not cuda_driver.get("cuIpcOpenMemHandle_v2.called")
+
     def test_own_handle(self) -> None:
         """Of this process: the driver refuses it."""
         address = driver.allocate(4096)
