@@ -264,7 +264,7 @@ class _Access(ctypes.Structure):
     _fields_ = [("type", c_int), ("id", c_int), ("flags", c_int)]
 
 
-class _Properties(ctypes.Structure):
+class AllocationProperties(ctypes.Structure):
     """``CUmemAllocationProp``, with its last fields as one."""
 
     _fields_ = [
@@ -320,7 +320,7 @@ def open_memory(handle: bytes) -> int:
 
 def is_for_fabric(allocation: int) -> bool:
     """Whether it can be exported by a handle for a fabric (IMEX), and by nothing else."""
-    found = _Properties()
+    found = AllocationProperties()
     _properties_of(byref(found), allocation)
     return int(found.handle_types) == _FABRIC
 

@@ -83,6 +83,10 @@ ARGUMENTS = {
 STRUCTURES: dict[str, tuple[type[ctypes.Structure], str]] = {
     "CUipcMemHandle": (driver._IpcHandle, "reserved"),
     "CUmemAccessDesc": (driver._Access, "location.type location.id flags"),
+    "CUmemAllocationProp": (
+        driver.AllocationProperties,
+        "type requestedHandleTypes location.type location.id win32HandleMetaData allocFlags",
+    ),
     "CUmemcpyAttributes": (
         driver._BatchAttributes,
         "srcAccessOrder srcLocHint.type srcLocHint.id dstLocHint.type dstLocHint.id flags",

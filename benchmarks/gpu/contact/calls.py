@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from statistics import median
-from unittest import mock
 
 import numpy as np
 
@@ -77,14 +76,17 @@ def pinned_arena(size_bytes: int) -> Iterator[Arena]:
 def calls_on(other: Exporter, layout: KVLayout, arena: Arena, way: str) -> Iterator[Calls]:
     """Maps the memory of another process for calls of one way."""
     least = _NEVER if way == KERNEL else 0
-    gpus = Gpus(direct_copy_bytes=least, pieces_of=lambda slots: np.zeros(len(slots), np.int64))
+    gpus = Gpus(
+        direct_copy_bytes=least,
+        pieces_of=lambda slots: np.zeros(len(slots), np.int64),
+        batch_copies=way != UNBATCHED,
+    )
     memory, signals = other.share()
-    with ExitStack() as stack:
-        if way == UNBATCHED:
-            stack.enter_context(mock.patch.object(driver, "has", return_value=False))
-        device = CudaDevice([layout], [memory], gpus, signals)
-        stack.callback(device.close)
+    device = CudaDevice([layout], [memory], gpus, signals)
+    try:
         yield Calls(device, layout, arena)
+    finally:
+        device.close()
 
 
 def seconds(call: Callable[[], None]) -> float:

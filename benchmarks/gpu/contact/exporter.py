@@ -32,16 +32,6 @@ LEAST_BYTES = 2 << 20
 _FILLED_BYTES = 8 << 20  # copied at once from pinned memory of that byte
 
 
-class _Properties(ctypes.Structure):
-    """``CUmemAllocationProp``."""
-
-    _fields_ = [
-        ("type", ctypes.c_int), ("handle_types", ctypes.c_int),
-        ("location_type", ctypes.c_int), ("location", ctypes.c_int),
-        ("metadata", ctypes.c_void_p), ("flags", ctypes.c_uint64),
-    ]  # fmt: skip
-
-
 def map_pieces(size_bytes: int, piece_bytes: int, gpu: int) -> int:
     """The address of pieces that are mapped side by side, and can be exported by descriptors.
 
@@ -49,7 +39,9 @@ def map_pieces(size_bytes: int, piece_bytes: int, gpu: int) -> int:
     GPU's.
     """
     base = driver.reserve_addresses(size_bytes)
-    properties = _Properties(type=1, handle_types=1, location_type=1, location=gpu)
+    properties = driver.AllocationProperties(
+        type=1, handle_types=1, location_type=1, location_id=gpu
+    )
     for address in range(base, base + size_bytes, piece_bytes):
         piece = ctypes.c_uint64()
         driver._call(
