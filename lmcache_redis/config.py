@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import pwd
 import re
 import stat
 from collections.abc import Mapping
@@ -58,8 +59,32 @@ def private_directory() -> Path:
     return Path(f"/tmp/lmcache-redis-{uid}")
 
 
+def tools_endpoint() -> str:
+    """The default endpoint of tools: for root, who can enter it, also that of a service's agent."""
+    own = default_endpoint()
+    service = _SERVICE_DIRECTORY / "agent.sock"
+    asks_service = os.geteuid() == 0 and not os.environ.get(ENDPOINT_VARIABLE)
+    if asks_service and not endpoint_path(own).exists() and service.exists():
+        return f"{_IPC}{service}"
+    return own
+
+
+def service_user() -> str | None:
+    """The user of this node's service, if there is one and it is not this user."""
+    try:
+        uid = _SERVICE_DIRECTORY.stat().st_uid
+    except OSError:
+        return None
+    if uid == os.geteuid():
+        return None
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"#{uid}"
+
+
 def default_endpoint() -> str:
-    """The endpoint of agent, engines and tools if none is given."""
+    """The endpoint of agent and engines if none is given."""
     return os.environ.get(ENDPOINT_VARIABLE) or f"ipc://{private_directory() / 'agent.sock'}"
 
 
@@ -78,6 +103,8 @@ def why_unsafe(directory: Path) -> str | None:
     if not {found.st_uid, directory.lstat().st_uid} <= {0, os.geteuid()}:
         return f"{directory} belongs to another user"
     if found.st_mode & 0o022:
+        if found.st_mode & stat.S_ISVTX:  # such as /tmp, which everybody needs as it is
+            return f"others can write to {directory}: use a directory below it"
         return f"others can write to {directory}: run `chmod go-w {directory}`"
     return None
 
@@ -93,13 +120,17 @@ def ensure_private(directory: Path) -> None:
             "choose another --endpoint"
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise ConfigError(
-            f"{directory} does not belong to this user: remove it or choose another --endpoint"
-        )
+        raise ConfigError(f"{directory} does not belong to this user: choose another --endpoint")
     if found.st_mode & 0o077:
+        advice = f"choose a directory below it, {_IPC}{directory / 'lmcache' / 'agent.sock'}"
+        # Where there is anything else, others may need the directory as it is.
+        if not found.st_mode & stat.S_ISVTX and all(
+            each.is_socket() for each in directory.iterdir()
+        ):
+            advice = f"run `chmod 700 {directory}` or choose another --endpoint"
         raise ConfigError(
             f"others can enter {directory}, and any process that reaches the endpoint can read KV: "
-            f"run `chmod 700 {directory}` or choose another --endpoint"
+            f"{advice}"
         )
 
 

@@ -7,6 +7,7 @@ A frame larger than ``MAX_MESSAGE_BYTES`` is not received: ZeroMQ closes the con
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -101,7 +102,10 @@ def call_id_of(frames: Sequence[bytes]) -> int:
 
 
 def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    """A ROUTER bound to ``endpoint``. Raises ``ConfigError`` if it cannot be bound."""
+    """A ROUTER bound to ``endpoint``. Raises ``ConfigError`` if it cannot be bound.
+
+    Raises ``ZMQError`` if descriptors are short.
+    """
     path = endpoint_path(endpoint)
     for each in (path, hidden_path(path)):
         _clear_stale_socket(each, endpoint)
@@ -116,6 +120,8 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.S
         router.close()
         if error.errno == zmq.EADDRINUSE:
             raise _in_use(endpoint) from error
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise  # another endpoint would not help
         raise ConfigError(f"cannot listen on --endpoint {endpoint}: {error.strerror}") from error
     return router
 

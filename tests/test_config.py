@@ -20,6 +20,8 @@ from lmcache_redis.config import (
     default_endpoint,
     ensure_private,
     private_directory,
+    tools_endpoint,
+    why_unsafe,
 )
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.settings import (
@@ -201,6 +203,31 @@ def test_a_service_managers_directory_is_taken_if_it_is_ours(
     assert private_directory() != tmp_path
 
 
+def test_roots_tools_find_the_agent_of_a_service(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of another user. Root's own agent comes first, and a variable before both."""
+    monkeypatch.delenv(ENDPOINT_VARIABLE, raising=False)
+    monkeypatch.setattr("lmcache_redis.config._SERVICE_DIRECTORY", tmp_path / "service")
+    monkeypatch.setattr("lmcache_redis.config.private_directory", lambda: tmp_path / "own")
+    of_service, own = (f"ipc://{tmp_path}/{each}/agent.sock" for each in ("service", "own"))
+    for each in ("service", "own"):
+        (tmp_path / each).mkdir()
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert tools_endpoint() == own
+    (tmp_path / "service" / "agent.sock").touch()
+    assert tools_endpoint() == of_service
+    assert AgentConfig().endpoint == ClientConfig().endpoint == own
+    monkeypatch.setattr("os.geteuid", lambda: 4711)
+    assert tools_endpoint() == own
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    (tmp_path / "own" / "agent.sock").touch()
+    assert tools_endpoint() == own
+    (tmp_path / "own" / "agent.sock").unlink()
+    monkeypatch.setenv(ENDPOINT_VARIABLE, "ipc:///run/x/agent.sock")
+    assert tools_endpoint() == "ipc:///run/x/agent.sock"
+
+
 def test_the_endpoints_variable_holds_for_agent_and_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -223,6 +250,21 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path, mode: int)
     directory.chmod(mode)
     with pytest.raises(ConfigError, match=f"run `chmod 700 {directory}`"):
         ensure_private(directory)
+
+
+def test_the_rights_of_a_directory_that_others_need_stay(tmp_path: Path) -> None:
+    """Closed to others, /tmp or a home would be of no use."""
+    sticky, filled = tmp_path / "sticky", tmp_path / "filled"
+    for each, mode in ((sticky, 0o1777), (filled, 0o755)):
+        each.mkdir()
+        each.chmod(mode)
+    (filled / "file").touch()
+    for each in (sticky, filled):
+        with pytest.raises(ConfigError, match=f"below it, ipc://{each}/lmcache/agent.sock") as said:
+            ensure_private(each)
+        assert "chmod" not in str(said.value)
+        ensure_private(each / "lmcache")
+    assert "chmod" not in str(why_unsafe(sticky))
 
 
 def test_a_directory_of_somebody_else_is_refused(

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -85,41 +85,43 @@ def run_agent(config: AgentConfig, file: SettingsFile | None = None) -> int:
     raise_descriptor_limit()
     manager = ServiceManager()
     with contextlib.ExitStack() as stack:
-        ensure_private(endpoint_path(config.endpoint).parent)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        stack.callback(context.term)
-        router = bind_router(context, config.endpoint)
-        stack.callback(router.close, _LAST_ANSWERS_MS)
-        # While it is still bound: another agent that starts now would not lose its own.
-        stack.callback(endpoint_path(config.endpoint).unlink, missing_ok=True)
-        url = config.redis_url
-        if not url:
-            url = stack.enter_context(embedded_redis(config.embedded_memory_bytes))
-        arena = _arena(config)
-        stack.callback(arena.close)
-        plane = RedisPlane(RedisOptions.of_agent(config, url))
-        plane.start()
-        agent = Agent.of(config, arena, plane)
-        stack.callback(agent.cache.close, 0.0)
-        recorder = None
-        if config.record is not None:
-            recorder = TraceRecorder(agent, config.record, config.record_size)
-            stack.callback(recorder.close)
-        service = Service(agent, router, recorder)
-        _on_signals(service.stop, signal.SIGTERM, signal.SIGINT)
-        status = f"serving {config.endpoint}"
-        if file is not None:
-            _keep_reloading(agent, service, file, manager, status)
-        gc.freeze()  # what exists now lives as long as the agent: the collector skips it
-        gc.set_threshold(*_GC_THRESHOLDS)
-        if config.metrics is not None:
-            stack.enter_context(_exporter(config.metrics, agent))
-        _log_ready(config, plane, started_s)
-        _prefault(stack, arena, lambda: len(agent.sessions) > 0)
-        agent.loop.post(lambda: manager.ready(status))
-        if manager.watchdog_s is not None:
-            # On the loop: a loop that does not turn is what the watchdog is for.
-            agent.loop.every(manager.watchdog_s / 3, manager.alive)
+        with _no_traceback():
+            ensure_private(endpoint_path(config.endpoint).parent)
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            # Whatever has failed, it waits for no socket that is still open.
+            stack.callback(context.destroy, linger=0)
+            router = bind_router(context, config.endpoint)
+            stack.callback(router.close, _LAST_ANSWERS_MS)
+            # While it is still bound: another agent that starts now would not lose its own.
+            stack.callback(endpoint_path(config.endpoint).unlink, missing_ok=True)
+            url = config.redis_url
+            if not url:
+                url = stack.enter_context(embedded_redis(config.embedded_memory_bytes))
+            arena = _arena(config)
+            stack.callback(arena.close)
+            plane = RedisPlane(RedisOptions.of_agent(config, url))
+            plane.start()
+            agent = Agent.of(config, arena, plane)
+            stack.callback(agent.cache.close, 0.0)
+            recorder = None
+            if config.record is not None:
+                recorder = TraceRecorder(agent, config.record, config.record_size)
+                stack.callback(recorder.close)
+            service = Service(agent, router, recorder)
+            _on_signals(service.stop, signal.SIGTERM, signal.SIGINT)
+            status = f"serving {config.endpoint}"
+            if file is not None:
+                _keep_reloading(agent, service, file, manager, status)
+            gc.freeze()  # what exists now lives as long as the agent: the collector skips it
+            gc.set_threshold(*_GC_THRESHOLDS)
+            if config.metrics is not None:
+                stack.enter_context(_exporter(config.metrics, agent))
+            _log_ready(config, plane, started_s)
+            _prefault(stack, arena, lambda: len(agent.sessions) > 0)
+            agent.loop.post(lambda: manager.ready(status))
+            if manager.watchdog_s is not None:
+                # On the loop: a loop that does not turn is what the watchdog is for.
+                agent.loop.every(manager.watchdog_s / 3, manager.alive)
         try:
             service.serve()
         finally:
@@ -132,6 +134,20 @@ def run_agent(config: AgentConfig, file: SettingsFile | None = None) -> int:
         sys.stderr.flush()
         os._exit(exit_status)
     return exit_status
+
+
+@contextlib.contextmanager
+def _no_traceback() -> Iterator[None]:
+    """What the machine refuses at the start is a sentence: descriptors, threads, memory."""
+    try:
+        yield
+    except (OSError, MemoryError, RuntimeError, zmq.ZMQError) as error:
+        if isinstance(error, RuntimeError) and "start new thread" not in str(error):
+            raise
+        raise StartError(
+            f"the agent cannot start: {error or 'out of memory'}; see the limits of this process "
+            "(ulimit -a, LimitNOFILE and TasksMax of systemd)"
+        ) from error
 
 
 def _exporter(address: str, agent: Agent) -> contextlib.AbstractContextManager[object]:

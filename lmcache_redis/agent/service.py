@@ -225,8 +225,9 @@ class Service:
                 why = f"it has been silent for {silent_s:.0f} s"
             else:
                 continue
+            if not self._handlers.is_leaving(peer):
+                self._agent.cache.metrics.count("heartbeat_losses")
             self._handlers.forget(peer, why)
-            self._agent.cache.metrics.count("heartbeat_losses")
         self._handlers.end_expired(now)
         stuck = self._agent.copies.closing.overdue(now)
         if stuck and not self._handlers.is_stopping and not self._is_busy(with_hits=True):
@@ -245,6 +246,7 @@ class Handlers:
         self._recorder = recorder
         self._registering = Registering(agent)
         self._watches = Watches(agent)
+        self._leaving: set[str] = set()  # engines that have unregistered memory on their own
         explanations = Explanations(agent)
         self._of_tools: Mapping[type, Callable[[Any, Reply], None]] = {
             m.Ping: lambda question, reply: reply(
@@ -261,8 +263,8 @@ class Handlers:
             m.Trust: lambda question, reply: reply(m.Done(0, agent.trust.restore())),
         }
         self._of_peers: Mapping[type, Callable[[Peer, Any, Reply], None]] = {
-            m.RegisterKVCache: self._registering.register,
-            m.UnregisterKVCache: self._registering.unregister_when_mapped,
+            m.RegisterKVCache: self._register,
+            m.UnregisterKVCache: self._unregister,
             m.Lookup: self._lookup,
             m.Watch: self._watch,
             m.Store: partial(self._copy, StoreJob),
@@ -294,12 +296,26 @@ class Handlers:
         If two engines have one name, the sessions of the first that leaves may be of the other.
         """
         self._agent.peers.remove(peer)
+        if all(each.engine_id != peer.engine_id for each in self._agent.peers):
+            self._leaving.discard(peer.engine_id)
         self._watches.forget(peer)
         self._registering.unregister(peer, why)
         if peer.hello.worker_id is None and not self._agent.peers.has_namesake(peer):
             for session in self._agent.sessions:
                 if session.key[0] == peer.engine_id:
                     self._agent.sessions.end(session)
+
+    def is_leaving(self, peer: Peer) -> bool:
+        """Whether its engine has unregistered: at its end vLLM may leave no time for a GOODBYE."""
+        return peer.engine_id in self._leaving
+
+    def _register(self, peer: Peer, question: m.RegisterKVCache, reply: Reply) -> None:
+        self._leaving.discard(peer.engine_id)
+        self._registering.register(peer, question, reply)
+
+    def _unregister(self, peer: Peer, question: m.UnregisterKVCache, reply: Reply) -> None:
+        self._leaving.add(peer.engine_id)
+        self._registering.unregister_when_mapped(peer, question, reply)
 
     def end_expired(self, now_s: float) -> None:
         """Ends the sessions of requests that their engines have not ended in time."""

@@ -88,12 +88,13 @@ class Arena:
                 f"(a slot takes {self.slot_stride_bytes})"
             )
         self.size_bytes = self.capacity * self.slot_stride_bytes
-        # A stack: the slot used last, whose memory is the warmest, is taken first.
-        self._free = list(range(self.capacity - 1, -1, -1))
         # Huge pages need 2 MiB alignment; the slack is address space that is never touched.
         self._mmap = mapped = mmap.mmap(
             -1, self.size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
+        # A stack: the slot used last, whose memory is the warmest, is taken first. It comes after
+        # the mapping, which fails at once for a size whose list would take minutes.
+        self._free = list(range(self.capacity - 1, -1, -1))
         address = address_of(mapped)
         start = -address % HUGE_PAGE_BYTES
         self.base_address = address + start

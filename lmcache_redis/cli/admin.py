@@ -28,7 +28,7 @@ from lmcache_redis.cli.options import (
     print_found,
 )
 from lmcache_redis.cli.size import KvCacheDtype, PrefillRate, PromptTokens, Ranks, model_name
-from lmcache_redis.config import AgentConfig, default_endpoint, endpoint_path
+from lmcache_redis.config import AgentConfig, endpoint_path, tools_endpoint
 from lmcache_redis.errors import ConfigError, RedisError
 from lmcache_redis.sources import config_from
 
@@ -284,7 +284,7 @@ def _status(endpoint: str | None) -> dict[str, Any] | None:
     """The agent's status; None if no endpoint is named and no agent answers at the default one."""
     from lmcache_redis.client.control import AgentUnreachable
 
-    if endpoint is None and not os.path.exists(endpoint_path(default_endpoint())):
+    if endpoint is None and not os.path.exists(endpoint_path(tools_endpoint())):
         return None
     try:
         return agent_at(endpoint, 1.0).status()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from lmcache_redis.config import ENDPOINT_VARIABLE, SEAL_KEY_FILE_VARIABLE, default_endpoint
+from lmcache_redis.config import ENDPOINT_VARIABLE, SEAL_KEY_FILE_VARIABLE, tools_endpoint
 from lmcache_redis.settings import PREFIX, Setting, settings_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _Command = Callable[..., None]
 
 # Options of the commands that use a server or an agent, named as their parameters are.
-# `config_from` and `default_endpoint` read the variables.
+# `config_from` and `tools_endpoint` read the variables.
 RedisUrl = Annotated[
     str | None,
     typer.Option(
@@ -118,7 +118,7 @@ def agent_at(endpoint: str | None, timeout_s: float) -> ControlClient:
     """What asks the agent at an endpoint, or at the default one."""
     from lmcache_redis.client.control import ControlClient
 
-    return ControlClient(endpoint or default_endpoint(), timeout_s)
+    return ControlClient(endpoint or tools_endpoint(), timeout_s)
 
 
 def print_found(as_json: bool, found: Any, lines: Iterable[str]) -> None:

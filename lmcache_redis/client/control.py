@@ -9,7 +9,7 @@ import msgspec
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
-from lmcache_redis.config import check_endpoint, default_endpoint
+from lmcache_redis.config import check_endpoint, default_endpoint, service_user
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 
 _A = TypeVar("_A", bound=m.Message)
@@ -85,7 +85,10 @@ class ControlClient:
                 raise AgentUnreachable(
                     f"the agent at {self._endpoint} went away before it answered: see its log"
                 )
-        raise AgentUnreachable(
-            f"no agent answers at {self._endpoint}: start one with "
-            "`lmcache-redis agent`, or pass its --endpoint"
-        )
+        raise AgentUnreachable(f"no agent answers at {self._endpoint}: {self._advice()}")
+
+    def _advice(self) -> str:
+        user = service_user()
+        if user is None or self._endpoint != default_endpoint():
+            return "start one with `lmcache-redis agent`, or pass its --endpoint"
+        return f"this node's service runs as {user}: ask it as `sudo -u {user} lmcache-redis ...`"

@@ -6,6 +6,9 @@ answers to calls. Other threads submit messages and get an ``AgentCall``; they w
     OFFLINE (HELLO every 0.2 s) ──WELCOME──▶ ONLINE ──silence, disconnect──▶ OFFLINE
          └──FAILURE, no answer of ours──▶ REFUSED (HELLO every 5 s) ──WELCOME──▶ ONLINE
 
+If none has answered after five seconds, a line says so, once. Of the links of one engine on one
+node, one ``speaks``; the others say the same for debugging only.
+
 When the agent is lost, every pending call ends at once, without an answer.
 
 An error that is not expected here is a bug of ours, or the process lacks memory or descriptors. It
@@ -18,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import random
 import threading
 import time
 import uuid
@@ -32,17 +34,15 @@ from msgspec.structs import replace
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
+from lmcache_redis.client.news import AgentNews, ErrorRow, Patience
 from lmcache_redis.errors import WireError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.lmcache_redis")
 
 _TICK_S = 0.2
 _HEARTBEAT_S = 0.5
 _REFUSED_TICK_S = 5.0
 _GOODBYE_S = 0.5
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _ROW_S = 0.2, 5.0, 60.0
-# To map the memory of a GPU, the agent waits for the driver, which other processes may hold up.
-_MAPPING_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -140,26 +140,6 @@ def lose(calls: Sequence[AgentCall]) -> None:
             call.end(None)
 
 
-class ErrorRow:
-    """Errors that were not expected, one after the other: a row ends with a minute without any.
-
-    is_open: what the last one has left is not mended yet.
-    """
-
-    def __init__(self) -> None:
-        self.length = 0
-        self.is_open = False
-        self._last_s = 0.0
-
-    def add(self, now_s: float) -> float:
-        """One more; returns the seconds to pause."""
-        if now_s - self._last_s > _ROW_S:
-            self.length = 0
-        self.length, self.is_open, self._last_s = self.length + 1, True, now_s
-        pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(self.length - 1, 16), _LONGEST_PAUSE_S)
-        return random.uniform(0.5, 1.0) * pause_s
-
-
 class AgentLink:
     """The connection of one scheduler or worker to the agent at ``endpoint``.
 
@@ -167,6 +147,7 @@ class AgentLink:
     on_welcome: called on the link's thread after each WELCOME. It may ``submit`` (a worker
     registers its memory there) and must not block. It returns why the agent cannot be used, or
     None.
+    speaks: whether it says in the log what becomes of the agent.
     """
 
     def __init__(
@@ -176,15 +157,16 @@ class AgentLink:
         *,
         dead_after_s: float = 1.5,
         on_welcome: Callable[[m.Welcome], str | None] | None = None,
+        speaks: bool = True,
     ) -> None:
         self.online = False
         self.welcome: m.Welcome | None = None
         self.refusal: str | None = None
         # As it is to be sent, and as it was sent last.
         self._hello = self._greeting = replace(hello, client_id=uuid.uuid4().hex)
-        self._dead_after_s = dead_after_s
-        self._is_mapping = False  # the agent maps memory, as it said last
+        self._patience = Patience(dead_after_s)
         self._on_welcome = on_welcome
+        self._news = AgentNews(speaks)
         self._stop = False
         self._calls = AgentCalls()
         self._socket = transport.AgentSocket(endpoint)
@@ -295,17 +277,14 @@ class AgentLink:
         if not self.online:
             if unsent_s >= (_TICK_S if self.refusal is None else _REFUSED_TICK_S):
                 self._greet()
-        elif now_s - self._socket.heard_s > self._patience_s:
-            self._reconnect(f"it has been silent for {self._patience_s:g} s")
+            self._news.is_absent(self.endpoint, now_s)
+        elif now_s - self._socket.heard_s > self._patience.seconds:
+            self._reconnect(f"it has been silent for {self._patience.seconds:g} s")
         elif self._greeting.engine_id != self._hello.engine_id:
             self._send(m.Goodbye(0))
             self._reconnect("this engine has another name now", _GOODBYE_S)
         elif unsent_s >= _HEARTBEAT_S:
             self._send(m.Ping(0))
-
-    @property
-    def _patience_s(self) -> float:
-        return max(self._dead_after_s, _MAPPING_S) if self._is_mapping else self._dead_after_s
 
     def _reconnect(self, why: str, linger_s: float = 0.0) -> None:
         self._go_offline(why)
@@ -347,42 +326,47 @@ class AgentLink:
             return
         self._calls.answered(answer)
         if isinstance(answer, m.Pong):
-            self._is_mapping = answer.mapping
+            self._patience.is_mapping = answer.mapping
         elif isinstance(answer, m.Failure):
             if answer.code == m.UNKNOWN_PEER and self.online:
                 self._go_offline("it was restarted")
                 self._greet()
             elif answer.call_id == self._greeting.call_id:
-                self._refused(answer.reason)
+                self._refused(answer.reason, of_this_link=answer.code == m.REFUSED)
 
     def _welcomed(self, welcome: m.Welcome) -> None:
         self.welcome = welcome
+        self._news.answers()
         if self.online:
             return
         former, self.refusal = self.refusal, None
-        self._is_mapping = False
+        self._patience.is_mapping = False
         self._set_online(True)
         self._send(m.Ping(0))  # acknowledges the WELCOME
         if self._on_welcome is not None and (why := self._on_welcome(welcome)) is not None:
             self.refusal = former
             self._refused(why)
             return
-        logger.info(
+        self._news.say(
+            logging.INFO,
             "connected to the agent at %s (process %d, chunks of %d tokens)",
             self.endpoint, welcome.agent_pid, welcome.chunk_size_tokens,
         )  # fmt: skip
 
-    def _refused(self, reason: str) -> None:
+    def _refused(self, reason: str, *, of_this_link: bool = False) -> None:
+        """of_this_link: others of the engine may be accepted, so that it speaks for itself."""
         refusal = f"the agent at {self.endpoint} cannot be used: {reason}"
         if refusal != self.refusal:  # it is told once until the next WELCOME
-            logger.error("%s", refusal)
+            self._news.say(logging.ERROR, "%s", refusal, always=of_this_link)
         self.refusal = refusal
+        self._news.answers()
         self._set_online(False)
         self._calls.lose_all()
 
     def _go_offline(self, why: str) -> None:
         if self.online:
-            logger.warning(
+            self._news.say(
+                logging.WARNING,
                 "lost the agent at %s: %s; computing without the cache until it is back",
                 self.endpoint, why,
             )  # fmt: skip

@@ -20,7 +20,7 @@ from lmcache_redis.processes import has_ended, is_running
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.lmcache_redis")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.chunks.names import engine_chunk_tokens
 from lmcache_redis.client.link import AgentCall, AgentLink
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.lmcache_redis")
 
 # A lookup is given up this long after the agent's own deadline.
 _GRACE_S = 0.25

@@ -28,7 +28,7 @@ from lmcache_redis.errors import DeviceError
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.lmcache_redis")
 
 STORE_LEASE_S = 1.5
 # A store from a GPU waits for the queued work of that GPU: the step that computes the blocks.
@@ -159,6 +159,7 @@ class WorkerClient:
 
     endpoint, model_name, world_size, engine_id, unnamed: as for `SchedulerClient`.
     worker_id: this worker's rank in the world.
+    speaks: as for `AgentLink`; not on the node of the engine's scheduler.
     block_size_tokens: tokens of one paged block.
     on_registered: called on the link's thread when an agent has mapped the memory; must not block.
     """
@@ -174,6 +175,7 @@ class WorkerClient:
         engine_id: str,
         unnamed: bool = False,
         agent_dead_after_s: float = 1.5,
+        speaks: bool = True,
         on_registered: Callable[[SentRegistration], None] | None = None,
     ) -> None:
         self._when_registered = on_registered
@@ -192,6 +194,7 @@ class WorkerClient:
             m.Hello(0, engine_id, model_name, world_size, worker_id, __version__, unnamed),
             dead_after_s=agent_dead_after_s,
             on_welcome=self._welcomed,
+            speaks=speaks,
         )
 
     # Registration

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LMCacheMPSchedulerAdapter", "LMCacheMPWorkerAdapter", "LoadStoreOp"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.lmcache_redis")
 
 ENGINE_ID_VARIABLE = "LMCACHE_REDIS_ENGINE_ID"
 TIMEOUT_S = 30.0

@@ -67,7 +67,7 @@ _ALONE: Final = {
     # engines and sessions
     "registrations": "KV caches registered by engine workers",
     "unregistrations": "KV caches unregistered, by their engine or because it went away",
-    "heartbeat_losses": "engine workers dropped: silent for too long, or ended",
+    "heartbeat_losses": "clients of engines dropped: silent, or ended, and not unregistered before",
     "sessions_opened": "sessions (one a request) opened by a lookup",
     "sessions_ended": "sessions ended by their engine",
     "sessions_timed_out": "sessions that the agent ended because their engine did not",

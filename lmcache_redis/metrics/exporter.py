@@ -8,6 +8,7 @@ reason when it does not. A gateway has no page at `/`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import socket
 import socketserver
@@ -40,6 +41,11 @@ _MOST_CONNECTIONS = 8
 _DEADLINE_S = 5.0
 _NO_DESCRIPTOR_PAUSE_S = 0.1
 _ANSWER_S = 2.0
+_ADVICE = {
+    errno.EADDRINUSE: "choose another port",
+    errno.EACCES: "choose a port from 1024 on",
+    errno.EADDRNOTAVAIL: "choose an address of this machine",
+}
 
 _T = TypeVar("_T")
 _WsgiApp = Callable[[dict[str, Any], Any], Iterable[bytes]]
@@ -193,7 +199,8 @@ def serve_metrics(
     try:
         server = _MetricsServer(address)
     except OSError as error:
-        raise StartError(f"--metrics: {host} port {port}: {error}") from error
+        advice = _ADVICE.get(error.errno or 0, "choose another address")
+        raise StartError(f"--metrics: {host} port {port}: {error.strerror}: {advice}") from error
     server.set_app(partial(_serve, routes))
     threading.Thread(target=server.serve_forever, name="lmcache-redis-metrics", daemon=True).start()
     logger.info(

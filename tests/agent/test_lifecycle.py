@@ -18,7 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_redis import messages as m
+from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.registering import CacheGroup
+from lmcache_redis.client.worker import WorkerClient
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
@@ -96,6 +99,27 @@ def test_a_silent_engine_registers_again_when_it_goes_on(
         engine.go_on.set()
         assert engine.again.wait(60), "it does not hit again"
         assert mapped(agent)
+
+
+def test_an_engine_that_unregisters_and_ends_is_no_loss(
+    agent: AgentServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM ends its processes before they have said GOODBYE."""
+    send = AgentLink._send
+
+    def without_goodbye(link: AgentLink, message: m.Message) -> bool:
+        return not isinstance(message, m.Goodbye) and send(link, message)
+
+    monkeypatch.setattr(AgentLink, "_send", without_goodbye)
+    before = agent.counter("heartbeat_losses")
+    with Engine(agent.endpoint) as engine:
+        engine.wait_ready()
+    time.sleep(3)  # longer than the agent's timeout
+    assert agent.counter("heartbeat_losses") == before
+    with Engine(agent.endpoint) as engine:
+        engine.wait_ready()
+        monkeypatch.setattr(WorkerClient, "unregister", lambda *_: True)
+    wait_until(lambda: agent.counter("heartbeat_losses") == before + 2, what="two losses")
 
 
 def test_an_engine_that_only_waits_is_not_silent(agent: AgentServer) -> None:

@@ -13,6 +13,7 @@ import zmq
 from lmcache_redis import messages as m
 from lmcache_redis import transport
 from lmcache_redis.client.control import AgentUnreachable, ControlClient
+from lmcache_redis.config import default_endpoint
 from lmcache_redis.errors import LMCacheRedisError
 
 
@@ -49,6 +50,20 @@ def test_an_agent_that_goes_away_is_noticed_at_once(tmp_path: Path) -> None:
         pytest.raises(AgentUnreachable, match="went away before it answered"),
     ):
         client.trust()
+
+
+def test_users_are_told_how_to_ask_the_agent_of_a_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its directory belongs to another user, so its socket is not visible."""
+    monkeypatch.delenv("LMCACHE_REDIS_ENDPOINT", raising=False)
+    monkeypatch.setattr("lmcache_redis.config._SERVICE_DIRECTORY", Path("/"))
+    monkeypatch.setattr("os.geteuid", lambda: 4711)
+    client = ControlClient(default_endpoint(), timeout_s=0.1)
+    with pytest.raises(AgentUnreachable, match="runs as root: ask it as `sudo -u root lmcache-red"):
+        client.trust()
+    with pytest.raises(AgentUnreachable, match="start one with"):
+        ControlClient(f"ipc://{tmp_path}/agent.sock", timeout_s=0.1).trust()
 
 
 def test_an_agent_that_does_not_know_the_question(tmp_path: Path) -> None:

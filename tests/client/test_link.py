@@ -15,7 +15,7 @@ import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
-from lmcache_redis.client import link as link_module
+from lmcache_redis.client import news
 from lmcache_redis.client.link import AgentCall, AgentCalls, AgentLink, lose
 from lmcache_redis.transport import bind_router
 from tests.servers import wait_until
@@ -153,6 +153,42 @@ def test_why_an_agent_cannot_be_used(agent: Agent, caplog: pytest.LogCaptureFixt
     link.close()
 
 
+def test_an_agent_that_is_not_there_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And that it is found. Of two links of an engine on a node, one speaks."""
+    monkeypatch.setattr(news, "_ABSENT_S", 0.3)
+    caplog.set_level(logging.INFO)
+    endpoint = f"ipc://{tmp_path}/agent.sock"
+    links = [AgentLink(endpoint, HELLO, dead_after_s=WAIT_S, speaks=each) for each in (True, False)]
+    absent = f"no agent answers at {endpoint}: computing without the cache until one does"
+    wait_until(lambda: absent in caplog.messages, what="a line")
+    assert not links[0].wait_for(lambda: links[0].online, 1.0)
+    assert caplog.messages == [absent]
+    agent = Agent(tmp_path)
+    for _ in links:
+        (hello,) = agent.receive()
+        agent.answer(welcome(hello))
+    assert all(each.wait_for(lambda each=each: each.online, WAIT_S) for each in links)
+    wait_until(lambda: len(caplog.messages) == 2, what="a line")
+    for each in links:
+        each.close()
+    agent.close()
+    assert caplog.messages[1].startswith(f"connected to the agent at {endpoint} ")
+    assert {each.name for each in caplog.records} == {"vllm.lmcache_redis"}
+
+
+def test_a_link_that_alone_is_refused_speaks(
+    agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = AgentLink(agent.endpoint, HELLO, speaks=False)
+    (hello,) = agent.receive()
+    agent.answer(m.Failure(hello.call_id, m.REFUSED, "it is full"))
+    assert link.wait_for(lambda: link.refusal is not None, WAIT_S)
+    link.close()
+    assert link.refusal in caplog.messages
+
+
 def test_a_renamed_link_connects_again(agent: Agent, link: AgentLink) -> None:
     waiting = link.submit(m.EndSession, request_id="r")
     agent.receive()
@@ -231,7 +267,7 @@ def test_a_link_that_cannot_open_a_socket_tries_again(
     agent: Agent, link: AgentLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is short of descriptors, say. That is said once."""
-    monkeypatch.setattr(link_module, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(news, "_FIRST_PAUSE_S", 0.01)
     make, failures = transport._bounded_socket, iter(range(3))
 
     def fail(*args: Any) -> Any:
@@ -251,7 +287,7 @@ def test_a_link_that_cannot_open_a_socket_tries_again(
 def test_a_welcome_that_fails_is_asked_for_again(
     agent: Agent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(link_module, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(news, "_FIRST_PAUSE_S", 0.01)
     failures = iter(range(3))
 
     def fail(_: m.Welcome) -> None:

@@ -49,7 +49,13 @@ def config(directory: Path, **extra: Any) -> Any:
             is_kv_producer=True,
             kv_load_failure_policy="fail",
         ),
-        parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_rank=0),
+        parallel_config=SimpleNamespace(
+            rank=0,
+            world_size=1,
+            data_parallel_rank=0,
+            distributed_executor_backend="uni",
+            use_ray=False,
+        ),
         instance_id="instance",
         cache_config=SimpleNamespace(
             block_size=BLOCK, prefix_caching_hash_algo="sha256", cache_dtype="auto"
@@ -275,7 +281,7 @@ def test_settings_reach_the_link(tmp_path: Path) -> None:
     for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
         made = connector(tmp_path, role, agent_dead_after_s=3.5)
         assert made._adapter is not None
-        assert made._adapter.link._dead_after_s == 3.5
+        assert made._adapter.link._patience.seconds == 3.5
         made.shutdown()
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_id as id_of
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
+from lmcache_redis.integrations.vllm.setup import _speaks_for_its_node
 from lmcache_redis.integrations.vllm.worker import ConnectorWorker, WorkerReport
 
 HERE, THERE = RankPlace("here", ()), RankPlace("there", ())
@@ -52,3 +53,18 @@ def test_data_parallel_cores_have_ids_of_their_own() -> None:
     ids = [engine_id(*of) for of in (("a", 0), ("a", 1), ("b", 0), ("b", 1))]
     assert len(set(ids)) == 4
     assert ids == [engine_id(*of) for of in (("a", 0), ("a", 1), ("b", 0), ("b", 1))]
+
+
+def test_one_worker_of_each_other_node_speaks() -> None:
+    """Of its agent. On the first node the scheduler does."""
+
+    def speakers(backend: str, world_size: int, nodes: int = 1) -> list[int]:
+        of: dict[str, Any] = {"distributed_executor_backend": backend, "use_ray": backend == "ray"}
+        of |= {"world_size": world_size, "nnodes_within_dp": nodes}
+        ranks = range(world_size)
+        return [n for n in ranks if _speaks_for_its_node(SimpleNamespace(rank=n, **of))]  # type: ignore[arg-type]
+
+    assert speakers("uni", 1) == speakers("mp", 4) == speakers("external_launcher", 2) == []
+    assert speakers("mp", 8, nodes=2) == [4]
+    assert speakers("mp", 6, nodes=3) == [2, 4]
+    assert speakers("ray", 3) == [1, 2]

@@ -5,6 +5,7 @@ Engines take half a minute to start, so each test is one engine (or two) and man
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -200,12 +201,20 @@ def test_whatever_fails_the_answers_stay_right(
         return answer.seconds, answer.details["cached_tokens"][0]
 
     agent.terminate()  # the engine starts without an agent
-    with start(model_dir, agent, tmp_path / "engine.log") as engine:
+    log = tmp_path / "engine.log"
+    with start(model_dir, agent, log) as engine:
         for number in range(8):
             assert ask(engine, number)[1] == 0
         empty(engine)
+        absent = f"no agent answers at {agent.endpoint}: computing without the cache until one does"
+        wait_until(lambda: absent in log.read_text(), what="a line that no agent is there")
         agent.start()  # and picks it up when it comes
         wait_until(lambda: ready(agent), what="the engine at the agent")
+        found = f"connected to the agent at {agent.endpoint}"
+        for level, line in (("WARNING", absent), ("INFO", found)):
+            (said,) = [each for each in log.read_text().splitlines() if line in each]
+            vllms = rf"\(\S+ pid=\d+\) {level} [-\d]+ [:\d]+ \[\S+.py:\d+\] "
+            assert re.match(vllms, said), "not in the format of vLLM's log"
         for number in range(8):
             assert ask(engine, number)[1] == 0
         agent.wait_idle()

@@ -42,7 +42,7 @@ from lmcache_redis.integrations.vllm.support import (
 )
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -50,6 +50,18 @@ if TYPE_CHECKING:
     from lmcache_redis.integrations.vllm.reports.events import Announcer
 
 logger = logging.getLogger("vllm.lmcache_redis")
+
+
+def _speaks_for_its_node(parallel: ParallelConfig) -> bool:
+    """Whether this worker is the first one of a node that has no scheduler of its engine.
+
+    Where Ray puts workers is not known: there all but the first speak.
+    """
+    if parallel.distributed_executor_backend != "mp":
+        return bool(parallel.use_ray) and parallel.rank > 0
+    nodes = getattr(parallel, "nnodes_within_dp", 1)  # older vLLM has none
+    workers = parallel.world_size // nodes
+    return nodes > 1 and parallel.rank >= workers and parallel.rank % workers == 0
 
 
 @dataclass(frozen=True)
@@ -82,9 +94,13 @@ class SetUp:
         return SchedulerClient(**self._client_settings())
 
     def worker_client(self) -> WorkerClient:
-        rank = self.vllm_config.parallel_config.rank
-        settings = self._client_settings()
-        return WorkerClient(**settings, worker_id=rank, on_registered=self._registered)
+        parallel = self.vllm_config.parallel_config
+        return WorkerClient(
+            **self._client_settings(),
+            worker_id=parallel.rank,
+            speaks=_speaks_for_its_node(parallel),
+            on_registered=self._registered,
+        )
 
     def _client_settings(self) -> dict[str, Any]:
         return {
