@@ -179,6 +179,8 @@ class BulkWorker(ABC):
 
     def _move(self) -> None:
         """Call the mover with the stripes in flight and those that wait."""
+        if not self._busy and not self._idle:
+            return  # the last one died while more were opened
         begun, idle = (self._begin_next(), self._idle) if self._may_send else ([], [])
         if not self._busy and not begun:
             return

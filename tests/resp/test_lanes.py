@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from lmcache_redis.resp.lanes import BulkWorker
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     CONNECTIONS,
@@ -152,6 +153,28 @@ def test_one_connection_that_died_at_rest_costs_nothing(own_server: RedisServer,
             assert set(read(plane, *chunks)) == {ReadOutcome.LOADED}
             assert plane.stats().connections_lost == which + 1
             open_all(plane)
+
+
+def test_connections_that_die_while_more_are_opened(
+    own_server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None is left, and none can be opened: what waits is answered, and no thread fails."""
+    original = BulkWorker._widen
+
+    def widen(worker: BulkWorker) -> None:
+        if own_server.running:
+            own_server.kill()
+        original(worker)
+
+    chunk = Chunk(1, 8 * SLOT, SLOT, seed=1)
+    with running(own_server.url) as plane:
+        assert write(plane, Chunk(0, SLOT, SLOT)) == [WriteOutcome.STORED]
+        monkeypatch.setattr(BulkWorker, "_widen", widen)
+        assert set(write(plane, chunk)) <= NOT_STORED
+        monkeypatch.undo()
+        own_server.start()
+        wait_until(lambda: write(plane, chunk) == [WriteOutcome.STORED])
+    assert "internal error" not in caplog.text
 
 
 def test_more_threads_share_the_connections(server: RedisServer) -> None:
