@@ -274,7 +274,10 @@ def judge_node(facts: NodeFacts) -> list[Finding]:
 
 def _agent(f: NodeFacts) -> Iterator[Finding]:
     redis, version = f.report["redis"], f.report["version"]
-    if redis["up"]:
+    if redis["up"] and redis["reason"]:
+        seen = f"the agent uses {redis['server']}, which fails: {redis['reason']}"
+        yield Finding(WARNING, "Redis", seen)
+    elif redis["up"]:
         yield Finding(OK, "Redis", f"the agent uses {redis['server']}")
     else:
         seen = f"the agent cannot use {redis['server']}: {redis['reason']}"

@@ -196,9 +196,9 @@ class LookupJob:
             missed = self._question.hashes[found.bound]
             if reason in _OF_TIERS:
                 states = [tier.state for tier in self._agent.cache.tiers]
-                words += [state.reason for state in states if not state.up]
                 errors = [state.read_error for state in states if state.up]
                 words += [error.text for error in errors if error is not None]
+                words += [state.reason for state in states if state.reason not in ("", *words)]
             if reason == "absent" and len(layouts) > 1 and found.parts.has_some_of(found.bound):
                 reason = "in_part"
         self._keep(

@@ -71,13 +71,17 @@ def load_rate(tier: Mapping[str, Any]) -> str:
 
 
 def failing(redis: Mapping[str, Any]) -> str:
-    """What operations of a Redis that is up fail with, how often and when; empty if they work.
+    """What operations of a Redis that is up fail with, how often and when; or why some will.
+
+    Empty if they work.
 
     redis: of a STATUS document.
     """
     error = redis.get("last_error")
-    if error is None or not redis["up"]:
+    if not redis["up"]:
         return ""
+    if error is None:
+        return str(redis["reason"])
     times = f"{error['count']:,} times, last " if error["count"] > 1 else ""
     return f"{error['text']} ({times}{shown_age(error['seconds_ago'])} ago)"
 

@@ -27,6 +27,7 @@ from lmcache_redis.resp.maps import (
     read_slots,
     text_of,
 )
+from lmcache_redis.resp.net.advice import BY_CODE
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import NO_SENTINEL, Endpoint, brief, is_no_sentinel
 from lmcache_redis.resp.net.wire import ErrorReply, Reply, error_of, pack_command
@@ -43,6 +44,8 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0
 # A resharding redirects keys all the time, and a map of a large cluster is large.
 _MOVED_PAUSE_S = 1.0
+# While slots have no server; then longer and longer.
+_PARTIAL_PAUSE_S = 0.5
 # More than anybody has; each is small.
 _MOST_CONNECTORS = 1024
 
@@ -235,7 +238,7 @@ class MapWatcher:
         self._in_doubt = 0  # look-ups because something is wrong, in a row
         self._lines = RepeatedLines()
         self._hinted = Doubt.NONE
-        self._is_partial = False  # the map: keys of some slots are nowhere
+        self._partial = 0  # maps in a row with slots without a server
         self._changed = threading.Condition(threading.Lock())
         self._is_closing = False
 
@@ -262,7 +265,7 @@ class MapWatcher:
         try:
             found = self._finder.find(doubt, self._down() or (), lambda: self._is_closing)
             self._adopt(found)
-            self._is_partial = bool(found.unserved)
+            self._note_slots(found.unserved)
             reason = ""
         except (RedisError, ConfigError) as error:
             reason = str(error)
@@ -276,16 +279,27 @@ class MapWatcher:
 
     @property
     def _doubt(self) -> Doubt:
-        """By the state of the servers in use, and by their slots."""
+        """By the state of the servers in use."""
         down = self._down()
-        if down is None or down:
-            return Doubt.BROKEN
-        return Doubt.MOVED if self._is_partial else Doubt.NONE
+        return Doubt.BROKEN if down is None or down else Doubt.NONE
+
+    def _note_slots(self, unserved: int) -> None:
+        """Some slots may have no server for a moment: it is told if they have none again."""
+        self._partial = self._partial + 1 if unserved else 0
+        line = f"{unserved:,} slots of the cluster have no server"
+        if self._partial > 1 and self._lines.is_new(line):
+            url, change = self._finder.deployment.url, BY_CODE["CLUSTERDOWN"].change
+            logger.warning("%s: %s: %s", url, line, change)
 
     def _pause(self) -> None:
         began = time.monotonic()
+        refresh_s = _REFRESH_S[self._finder.deployment.topology]
         pauses_s: Mapping[Doubt, float] = {
-            Doubt.NONE: jittered(_REFRESH_S[self._finder.deployment.topology]),
+            Doubt.NONE: (
+                backoff_s(self._partial - 1, _PARTIAL_PAUSE_S, refresh_s)
+                if self._partial
+                else jittered(refresh_s)
+            ),
             Doubt.MOVED: _MOVED_PAUSE_S * random.uniform(1.0, 1.5),
             Doubt.BROKEN: backoff_s(self._in_doubt, _FIRST_PAUSE_S, _LONGEST_PAUSE_S),
         }

@@ -29,9 +29,7 @@ class ServerMap(NamedTuple):
         """How many slots no server has."""
         if self.ranges is None:
             return 0
-        return SLOTS - len(
-            {slot for first, last, _ in self.ranges for slot in range(first, last + 1)}
-        )
+        return max(0, SLOTS - sum(last - first + 1 for first, last, _ in self.ranges))
 
 
 class Answer(NamedTuple):
@@ -85,14 +83,11 @@ def judge_cluster(found: ServerMap, info: bytes | None) -> Answer:
     """info: the reply to CLUSTER INFO, if it was answered.
 
     A node that is cut off from its cluster says that it fails, and does not know of new epochs.
-    During a failover a node may not know yet who has some slots.
     """
     lines = text_of(info or b"").splitlines()
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     state = fields.get("cluster_state", "ok")
     doubt = "" if state == "ok" else f"cluster_state {state}"
-    if not doubt and found.unserved:
-        doubt = f"{found.unserved:,} slots without a server"
     return Answer(found, _number(fields.get("cluster_current_epoch")), doubt)
 
 

@@ -14,6 +14,8 @@ may be who told it.
 - Of the same epoch (addresses change, slots move) another map is believed if its source is the one
   that had named the last map, or keys were redirected, or most say so. While the map does not work
   half of them are enough.
+- During a failover a node may not know who has some slots. Then others are asked as well, and of
+  maps of one epoch one with fewer such slots is believed.
 - A cluster's seeds are asked when none of its nodes has answered.
 """
 
@@ -217,6 +219,8 @@ class Sources:
         """Whether more answers would change nothing."""
         belief, news = self.belief, self._news()
         *_, latest = self.answers.values()
+        if (news or latest).map.unserved:
+            return False
         if belief is None:
             return not latest.doubt
         if self._round.is_broken:
@@ -244,7 +248,10 @@ class Sources:
             is_unknown = all(self._without.get(each, False) for each in self._sources)
             is_unknown |= is_broken and self._without.keys() >= {*self._sources}
             return found if is_unknown and (is_broken or has_changed) else None
-        if has_changed or self._round.doubt is Doubt.MOVED:
+        unserved = found.map.unserved - belief.map.unserved
+        if has_changed or (unserved < 0 and not found.doubt):
+            return found
+        if self._round.doubt is Doubt.MOVED and unserved <= 0:
             return found
         if is_broken:
             return found if votes[found.map] >= votes[belief.map] else None
@@ -261,6 +268,8 @@ class Sources:
         votes = Counter(each.map for each in some)
         wants_another = self._round.doubt is not Doubt.NONE
         before = None if self.belief is None else self.belief.map
+        least = min(each.map.unserved for each in some)
+        some = [each for each in some if each.map.unserved == least]
         return max(
             some, key=lambda each: (votes[each.map], (each.map != before) == wants_another)
         ), votes

@@ -179,6 +179,54 @@ def test_who_knew_less_than_a_greater_epoch_is_asked_again() -> None:
     assert world.map == NEW
 
 
+def with_gap(*servers: Endpoint, first: int = 0) -> ServerMap:
+    """A hundred slots have no server."""
+    return ServerMap(servers, ((first, 8192 + first, 0), (8293 + first, 16383, len(servers) - 1)))
+
+
+@given(chances, st.sampled_from([*Doubt]))
+def test_who_knows_the_servers_of_more_slots_is_believed(seed: int, doubt: Doubt) -> None:
+    """During a failover, of one epoch."""
+    world = cluster(seed)
+    nodes = NODES[:3]
+    whole, partial = map_of(*nodes), with_gap(*nodes)
+    world.says = {each: Answer(partial, 5) for each in (*SEEDS, *nodes)}
+    world.look_up()
+    assert world.map == partial
+    world.says[nodes[1]] = Answer(whole, 5)
+    world.look_up(doubt)
+    assert world.map == whole
+    for _ in range(20):
+        world.look_up(doubt)
+        assert world.map == whole
+    # Who says less of a newer epoch is believed nevertheless.
+    world.says = {each: Answer(with_gap(*nodes), 6) for each in nodes}
+    world.look_up(doubt)
+    assert world.map == partial
+
+
+@given(chances, st.sampled_from([*Doubt]))
+def test_slots_that_nobody_has_change_nothing_else(seed: int, doubt: Doubt) -> None:
+    """An older epoch is not believed for its slots; equal maps do not take turns."""
+    world = cluster(seed)
+    nodes = NODES[:3]
+    one, two = with_gap(*nodes), with_gap(*nodes, first=1)
+    two = two._replace(ranges=((0, 0, 0), *(two.ranges or ())))
+    assert one.unserved == two.unserved == 100
+    world.says = {each: Answer(one, 5) for each in (*SEEDS, *nodes)}
+    world.look_up()
+    world.says[nodes[0]] = Answer(map_of(*nodes), 4)
+    for _ in range(20):
+        world.look_up(doubt)
+        assert world.map == one
+    world.says[nodes[0]] = Answer(two, 5)
+    believed = []
+    for _ in range(20):
+        world.look_up()
+        believed.append(world.map)
+    assert len([pair for pair in itertools.pairwise(believed) if pair[0] != pair[1]]) <= 1
+
+
 @given(chances)
 def test_slots_that_move_are_asked_for_at_one_node(seed: int) -> None:
     world = cluster(seed)
