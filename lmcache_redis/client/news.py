@@ -10,28 +10,42 @@ import time
 logger = logging.getLogger("vllm.lmcache_redis")
 
 _ABSENT_S = 5.0
+_ALONE_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _ROW_S = 0.2, 5.0, 60.0
 # To map the memory of a GPU, the agent waits for the driver, which other processes may hold up.
 _MAPPING_S = 10.0
 
 
 class AgentNews:
-    """Says what becomes of the agent: in the log, or unless it ``speaks`` for debugging only."""
+    """Says what becomes of the agent: in the log, or unless it ``speaks`` for debugging only.
+
+    Another link of the engine speaks then. What is wrong for a minute is said all the same: it may
+    be wrong for this link alone.
+    """
 
     def __init__(self, speaks: bool) -> None:
         self._speaks = speaks
         self._absent_at_s = time.monotonic() + _ABSENT_S
+        self._kept: tuple[float, str, tuple[object, ...]] | None = None  # when to say it
 
     def say(self, level: int, line: str, *values: object, always: bool = False) -> None:
         is_said = always or self._speaks
         logger.log(level if is_said else logging.DEBUG, line, *values, stacklevel=2)
+        if is_said or level < logging.WARNING:
+            self._kept = None
+        else:
+            self._kept = (time.monotonic() + _ALONE_S, line, values)
 
     def answers(self) -> None:
         """An agent does, be it with a refusal."""
         self._absent_at_s = math.inf
 
     def is_absent(self, endpoint: str, now_s: float) -> None:
-        """None has answered so far."""
+        """None answers, or none has answered so far."""
+        if self._kept is not None and now_s > self._kept[0]:
+            _, line, values = self._kept
+            self._kept = None
+            logger.warning(line, *values)
         if now_s > self._absent_at_s:
             self._absent_at_s = math.inf
             self.say(

@@ -189,6 +189,23 @@ def test_a_link_that_alone_is_refused_speaks(
     assert link.refusal in caplog.messages
 
 
+def test_a_link_that_alone_has_no_agent_speaks_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says nothing of what is right again by then."""
+    monkeypatch.setattr(news, "_ABSENT_S", 0.1)
+    monkeypatch.setattr(news, "_ALONE_S", 1.0)
+    agent = Agent(tmp_path)
+    link = AgentLink(agent.endpoint, HELLO, speaks=False)
+    (hello,) = agent.receive()
+    agent.answer(welcome(hello))
+    assert link.wait_for(lambda: link.online, WAIT_S)
+    agent.close()
+    wait_until(lambda: any("lost the agent at" in line for line in caplog.messages), what="a line")
+    link.close()
+    assert len([line for line in caplog.messages if "lost the agent" in line]) == 1
+
+
 def test_a_renamed_link_connects_again(agent: Agent, link: AgentLink) -> None:
     waiting = link.submit(m.EndSession, request_id="r")
     agent.receive()

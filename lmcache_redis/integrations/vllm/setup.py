@@ -55,10 +55,10 @@ logger = logging.getLogger("vllm.lmcache_redis")
 def _speaks_for_its_node(parallel: ParallelConfig) -> bool:
     """Whether this worker is the first one of a node that has no scheduler of its engine.
 
-    Where Ray puts workers is not known: there all but the first speak.
+    Where Ray puts workers is not known: there all of them speak.
     """
     if parallel.distributed_executor_backend != "mp":
-        return bool(parallel.use_ray) and parallel.rank > 0
+        return bool(parallel.use_ray)
     nodes = getattr(parallel, "nnodes_within_dp", 1)  # older vLLM has none
     workers = parallel.world_size // nodes
     return nodes > 1 and parallel.rank >= workers and parallel.rank % workers == 0
