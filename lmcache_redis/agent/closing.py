@@ -2,7 +2,7 @@
 
 It was seen to hang for ever over the memory of a worker that had died (LMCache #4676). Nothing else
 waits for such a thread. The memory stays taken until this process ends, so the agent ends once it
-is idle (`Service`).
+is idle, or a minute later (`Service`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ logger = logging.getLogger(__name__)
 
 _LIMIT_S = 10.0
 
-Action = Callable[[], None]
-
 
 @dataclass(eq=False)
 class _Close:
     what: str
     asked_s: float = math.inf  # when the driver was; before that, calls in progress end
+    why: str = f"the driver has not returned within {_LIMIT_S:g} s"
     is_said: bool = False
+
+
+def _is_over(each: _Close) -> bool:
+    return each.is_said or each.asked_s == -math.inf
 
 
 class ClosingThreads:
@@ -33,49 +36,60 @@ class ClosingThreads:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._closes: list[_Close] = []  # that have not returned
+        self._closes: list[_Close] = []  # that have not returned, or failed
+        self._waiting: list[threading.Thread] = []  # to be started
 
-    def start(self, what: str, end_calls: Action, close: Action) -> None:
-        """Calls one after the other. what: is closed, for people. close: raises nothing."""
+    def start(self, what: str, end_calls: Callable[[], None], close: Callable[[], bool]) -> None:
+        """Calls one after the other. what: is closed, for people. close: whether it is, then;
+        raises nothing.
+        """
         each = _Close(what)
         self._closes.append(each)
         name = "lmcache-redis-close"
-        thread = threading.Thread(
-            target=self._run, args=(each, end_calls, close), name=name, daemon=True
+        self._waiting.append(
+            threading.Thread(
+                target=self._run, args=(each, end_calls, close), name=name, daemon=True
+            )
         )
-        try:
-            thread.start()
-        except RuntimeError:  # the process may have no more threads: as if it did not return
-            each.asked_s = -math.inf
+        self._start_waiting()
 
     def overdue(self, now_s: float) -> str:
-        """What the driver does not close in time, which is said once; empty: nothing."""
+        """What is not closed in time, which is said once; empty: nothing."""
+        self._start_waiting()
         with self._changed:
             late = [each for each in self._closes if now_s - each.asked_s > _LIMIT_S]
             for each in late:
                 if not each.is_said:
                     logger.error(
-                        "the memory of %s cannot be closed: the driver has not returned within "
-                        "%g s. The GPU keeps it until this agent ends, which it does once it is "
-                        "idle", each.what, _LIMIT_S,
+                        "the memory of %s cannot be closed: %s. The GPU keeps it until this agent "
+                        "ends, which it does once it is idle", each.what, each.why,
                     )  # fmt: skip
                 each.is_said = True
             return ", ".join(each.what for each in late)
 
     def join(self, timeout_s: float) -> bool:
-        """Whether all return in time. What is said to be overdue is not waited for."""
+        """Whether all are closed in time. What is overdue or has failed is not waited for."""
         with self._changed:
-            self._changed.wait_for(lambda: all(each.is_said for each in self._closes), timeout_s)
+            self._changed.wait_for(lambda: all(map(_is_over, self._closes)), timeout_s)
             return not self._closes
 
-    def _run(self, each: _Close, end_calls: Action, close: Action) -> None:
-        try:
-            end_calls()
-            each.asked_s = time.monotonic()
-            close()
-        finally:
-            with self._changed:
+    def _start_waiting(self) -> None:
+        while self._waiting:
+            try:
+                self._waiting[0].start()
+            except RuntimeError:  # the process may have no more threads now: tried again
+                return
+            self._waiting.pop(0)
+
+    def _run(self, each: _Close, end_calls: Callable[[], None], close: Callable[[], bool]) -> None:
+        end_calls()
+        each.asked_s = time.monotonic()
+        is_closed = close()
+        with self._changed:
+            if is_closed:
                 self._closes.remove(each)
-                self._changed.notify_all()
-            if each.is_said:
-                logger.warning("the memory of %s is closed after all", each.what)
+            else:
+                each.asked_s, each.why = -math.inf, "the driver refused"
+            self._changed.notify_all()
+        if each.is_said and is_closed:
+            logger.warning("the memory of %s is closed after all", each.what)

@@ -91,7 +91,10 @@ class CopyThreads:
             threads = self._started[name] = WorkerThreads(name, count, nice)
             if self._closed:
                 threads.stop()
-        run = partial(self._run, copy, report)
+
+        def run() -> None:
+            self._run(copy, report)
+
         threads.put(run, partial(report, CopyOutcome.CANCELLED), until_ns / 1e9)
 
     def close_memory(self, what: str, device: DeviceContext, report: Report) -> None:
@@ -104,7 +107,8 @@ class CopyThreads:
         if self._closed:
             report(CopyOutcome.CANCELLED)
         else:
-            self.closing.start(what, device.end_calls, partial(self._run, close, report))
+            run = partial(self._run, close, report, f"closing the memory of {what}")
+            self.closing.start(what, device.end_calls, lambda: run() is CopyOutcome.DONE)
 
     def drop_late(self) -> None:
         """Cancels queued copies whose ``until_ns`` has passed."""
@@ -143,7 +147,7 @@ class CopyThreads:
         ended.append(self.closing.join(max(0.0, deadline_s - time.monotonic())))
         return all(ended)
 
-    def _run(self, copy: Copy, report: Report) -> None:
+    def _run(self, copy: Copy, report: Report, what: str = "a copy") -> CopyOutcome:
         outcome = CopyOutcome.FAILED
         try:
             outcome = copy()
@@ -151,8 +155,9 @@ class CopyThreads:
             outcome = CopyOutcome.LOST
             self.lose(error)
         except DeviceError as error:
-            logger.warning("a copy failed: %s", error)
+            logger.warning("%s failed: %s", what, error)
         except Exception:
-            logger.exception("a copy failed")  # our own bug: only this copy fails
+            logger.exception("%s failed", what)  # our own bug: only this copy fails
         finally:
             report(outcome)
+        return outcome

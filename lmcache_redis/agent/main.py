@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import gc
 import logging
 import os
@@ -53,6 +54,8 @@ _LAST_ANSWERS_MS = 100
 # All else is decided once: memory and threads are sized, engines were told (`chunk_size_tokens`,
 # `lookup_deadline_s`), connections are open.
 _KNOWN = settings_of(AgentConfig)
+# Of errors that the limits of a process cause.
+_OF_LIMITS = {None, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
 RELOADABLE = tuple(name for name, each in _KNOWN.items() if each.reloadable)
 
 
@@ -144,10 +147,12 @@ def _no_traceback() -> Iterator[None]:
     except (OSError, MemoryError, RuntimeError, zmq.ZMQError) as error:
         if isinstance(error, RuntimeError) and "start new thread" not in str(error):
             raise
-        raise StartError(
-            f"the agent cannot start: {error or 'out of memory'}; see the limits of this process "
-            "(ulimit -a, LimitNOFILE and TasksMax of systemd)"
-        ) from error
+        said = f"the agent cannot start: {str(error) or 'out of memory'}"
+        if getattr(error, "errno", None) in _OF_LIMITS:
+            said += (
+                "; see the limits of this process (ulimit -a, LimitNOFILE and TasksMax of systemd)"
+            )
+        raise StartError(said) from error
 
 
 def _exporter(address: str, agent: Agent) -> contextlib.AbstractContextManager[object]:

@@ -53,6 +53,8 @@ _SUMMARY_S = 60.0
 # While it drains: how long an engine has to ask for the chunks of a hit, and the longest wait.
 _HIT_GRACE_S = 1.0
 _DRAIN_POLL_S = 0.01
+# An agent that holds memory which it cannot close ends after that, also if it is not idle.
+_STUCK_S = 60.0
 
 
 class Service:
@@ -229,8 +231,12 @@ class Service:
                 self._agent.cache.metrics.count("heartbeat_losses")
             self._handlers.forget(peer, why)
         self._handlers.end_expired(now)
-        stuck = self._agent.copies.closing.overdue(now)
-        if stuck and not self._handlers.is_stopping and not self._is_busy(with_hits=True):
+        closing = self._agent.copies.closing
+        stuck = closing.overdue(now)
+        if self._is_busy(with_hits=True):
+            # What makes it busy may wait for the same driver.
+            stuck = closing.overdue(now - _STUCK_S)
+        if stuck and not self._handlers.is_stopping:
             self._agent.copies.lose(GpuLost(0, f"the driver does not close the memory of {stuck}"))
 
 

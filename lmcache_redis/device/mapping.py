@@ -89,10 +89,11 @@ class EngineMemory:
         return self._opened[key]
 
     def _open(self, handle: CudaIPCHandle) -> int:
-        if handle.allocation_bytes < _LEAST_SHARED_BYTES:
+        if handle.allocation_bytes % _LEAST_SHARED_BYTES:
             raise DeviceError(
                 f"process {handle.pid} registered an allocation of {handle.allocation_bytes} bytes "
-                "of GPU memory: CUDA shares the block of 2 MiB in which it may lie"
+                "of GPU memory: CUDA shares whole blocks of 2 MiB, in which others may lie (start "
+                "the engine without PYTORCH_NO_CUDA_MEMORY_CACHING)"
             )
         base = driver.open_memory(handle.memory_handle)
         self._mapped.callback(driver.close_memory, base)

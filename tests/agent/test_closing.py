@@ -22,7 +22,7 @@ def test_only_the_driver_is_late(caplog: pytest.LogCaptureFixture) -> None:
     closing, ended, closed = ClosingThreads(), threading.Event(), threading.Event()
     closing.start("worker 0", ended.wait, closed.wait)
     other = threading.Event()
-    closing.start("worker 1", lambda: None, other.set)
+    closing.start("worker 1", lambda: None, lambda: other.set() is None)
     assert other.wait(10)
     assert closing.overdue(later()) == ""
     assert not closing.join(0.01)
@@ -39,12 +39,28 @@ def test_only_the_driver_is_late(caplog: pytest.LogCaptureFixture) -> None:
     assert "worker 1" not in caplog.text
 
 
-def test_without_a_thread_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_for_a_thread_is_closed_when_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuses(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    closing, closed = ClosingThreads(), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuses)
+        closing.start("worker 0", lambda: None, lambda: closed.set() is None)
+        assert closing.overdue(later()) == ""
+        assert not closing.join(0.01)
+    assert closing.overdue(time.monotonic()) == ""
+    assert closed.wait(10)
+    assert closing.join(10)
+
+
+def test_a_close_that_fails_is_overdue_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Its memory stays taken as well."""
     closing = ClosingThreads()
-    monkeypatch.setattr(threading.Thread, "start", refuses)
-    closing.start("worker 0", lambda: None, lambda: None)
-    assert closing.overdue(time.monotonic()) == "worker 0"
-    assert not closing.join(0.01)
+    closing.start("worker 0", lambda: None, lambda: False)
+    wait_until(lambda: closing.overdue(time.monotonic()) == "worker 0")
+    assert "worker 0 cannot be closed: the driver refused" in caplog.text
+    assert "after all" not in caplog.text
+    assert not closing.join(10)

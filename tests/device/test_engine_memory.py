@@ -107,8 +107,8 @@ class TestForged:
             EngineMemory([engine.memory, forged], 0)
 
     def test_claim_beyond_the_allocation(self, engine: GpuExporter) -> None:
-        claimed = changed(engine.memory, allocation_bytes=PIECE_BYTES + 1)
-        with pytest.raises(DeviceError, match=f"of {PIECE_BYTES + 1} bytes .* has {PIECE_BYTES}"):
+        claimed = changed(engine.memory, allocation_bytes=2 * PIECE_BYTES)
+        with pytest.raises(DeviceError, match=f"of {2 * PIECE_BYTES} bytes .* has {PIECE_BYTES}"):
             EngineMemory([claimed], 0)
 
     def test_claim_that_the_driver_does_not_answer(self, engine: GpuExporter) -> None:
@@ -123,7 +123,7 @@ class TestForged:
     def test_an_allocation_that_may_share_a_block(self, engine: GpuExporter) -> None:
         """Refused before it is opened: which bytes would be its own is not told."""
         small = changed(engine.memory, allocation_bytes=4096, size_bytes=4096)
-        with pytest.raises(DeviceError, match=r"4096 bytes .* the block of 2 MiB"):
+        with pytest.raises(DeviceError, match=r"4096 bytes .* whole blocks of 2 MiB"):
             EngineMemory([small], 0)
         assert not cuda_driver.get("cuIpcOpenMemHandle_v2.called")
 
