@@ -64,7 +64,8 @@ def tools_endpoint() -> str:
     own = default_endpoint()
     service = _SERVICE_DIRECTORY / "agent.sock"
     asks_service = os.geteuid() == 0 and not os.environ.get(ENDPOINT_VARIABLE)
-    if asks_service and not endpoint_path(own).exists() and service.exists():
+    # Of what it may not enter, too, it does not exist.
+    if asks_service and not os.path.exists(endpoint_path(own)) and os.path.exists(service):
         return f"{_IPC}{service}"
     return own
 

@@ -30,6 +30,7 @@ def left_by(work: Callable[[int], object], times: int, settle: Callable[[], obje
     settle()
     gc.collect()
     gc.disable()
+    gc.freeze()  # what tests before this one have left may be let go at any time
     try:
         for number in range(times):
             work(number)
@@ -47,6 +48,7 @@ def left_by(work: Callable[[int], object], times: int, settle: Callable[[], obje
             time.sleep(1.0)
         cycles = _unreachable()
     finally:
+        gc.unfreeze()
         gc.enable()
         logging.disable(logging.NOTSET)
     found = [f"{name}, in a cycle: {n}" for name, n in cycles.items() if n > times / 4]

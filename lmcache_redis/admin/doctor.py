@@ -139,7 +139,7 @@ def diagnose(
         # After the server's counters have been read: what is written may evict something.
         measured: dict[str, Any] = {"ping_s": measure_ping(node)}
         if bandwidth:
-            measured["load_per_core"] = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+            measured["load_per_core"] = os.getloadavg()[0] / (os.cpu_count() or 1)
             try:
                 read, write = measure_bandwidth(server, node, prefix)
                 measured |= {"read_bytes_per_s": read, "write_bytes_per_s": write}

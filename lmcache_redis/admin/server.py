@@ -72,7 +72,6 @@ REDIRECTIONS = (exceptions.MovedError, exceptions.AskError, exceptions.TryAgainE
 _MOST_REDIRECTIONS = 5
 _TRY_AGAIN_S = 0.05
 _NO_SERVER = "no server of the cluster has the slot of this key: see `redis-cli --cluster check`"
-# Of redis-py; the last ones where it takes a reply for what it is not.
 # redis-py leaves the codes out of the texts of those that it has classes for.
 _CODES_OF_CLASSES: dict[type[BaseException], str] = {
     exceptions.AskError: "ASK",
@@ -87,6 +86,7 @@ _CODES_OF_CLASSES: dict[type[BaseException], str] = {
     exceptions.ReadOnlyError: "READONLY",
     exceptions.TryAgainError: "TRYAGAIN",
 }
+# Of redis-py; the last ones where it takes a reply for what it is not.
 _FAILURES = (
     exceptions.RedisError, RedisError, OSError, TypeError, ValueError, LookupError, AttributeError,
 )  # fmt: skip

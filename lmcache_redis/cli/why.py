@@ -231,7 +231,7 @@ def compare(known: Mapping[str, Any], *wanted: str) -> dict[str, Any]:
     Raises ``ConfigError`` if one of them begins no layout or several.
     """
     rows: Sequence[Mapping[str, Any]] = known["layouts"]
-    first, second = (_only(rows, each, known["redis_listed"]) for each in wanted)
+    first, second = (_only(rows, each, known.get("redis_listed", True)) for each in wanted)
     ours, theirs = first["pairs"], second["pairs"]
     differing = None
     if ours is not None and theirs is not None:
