@@ -131,6 +131,7 @@ class Engine:
         world_size: int = 1,
         identity: dict[str, str] | None = None,
         wait: bool = True,
+        agent_dead_after_s: float = 1.5,
         **scheduler: Any,
     ) -> None:
         engine_id = uuid.uuid4().hex
@@ -142,6 +143,7 @@ class Engine:
             world_size,
             self.block_size_tokens,
             engine_id=engine_id,
+            agent_dead_after_s=agent_dead_after_s,
             **scheduler,
         )
         self.workers: list[WorkerClient] = []
@@ -156,6 +158,7 @@ class Engine:
                 rank,
                 self.block_size_tokens,
                 engine_id=engine_id,
+                agent_dead_after_s=agent_dead_after_s,
             )
             worker.register_groups(
                 [CacheGroup(caches, str(dtype).removeprefix("torch."), self.block_size_tokens)],

@@ -23,12 +23,8 @@ _LIMIT_S = 10.0
 class _Close:
     what: str
     asked_s: float = math.inf  # when the driver was; before that, calls in progress end
-    why: str = f"the driver has not returned within {_LIMIT_S:g} s"
+    has_failed: bool = False
     is_said: bool = False
-
-
-def _is_over(each: _Close) -> bool:
-    return each.is_said or each.asked_s == -math.inf
 
 
 class ClosingThreads:
@@ -57,21 +53,27 @@ class ClosingThreads:
         """What is not closed in time, which is said once; empty: nothing."""
         self._start_waiting()
         with self._changed:
-            late = [each for each in self._closes if now_s - each.asked_s > _LIMIT_S]
+            late = [
+                each for each in self._closes if each.has_failed or now_s - each.asked_s > _LIMIT_S
+            ]
             for each in late:
                 if not each.is_said:
+                    silent = f"the driver has not returned within {_LIMIT_S:g} s"
                     logger.error(
                         "the memory of %s cannot be closed: %s. The GPU keeps it until this agent "
-                        "ends, which it does once it is idle", each.what, each.why,
+                        "ends, which it does once it is idle",
+                        each.what, "the driver refused" if each.has_failed else silent,
                     )  # fmt: skip
                 each.is_said = True
             return ", ".join(each.what for each in late)
 
     def join(self, timeout_s: float) -> bool:
-        """Whether all are closed in time. What is overdue or has failed is not waited for."""
+        """Whether all return in time. What is said to be overdue is not waited for."""
         with self._changed:
-            self._changed.wait_for(lambda: all(map(_is_over, self._closes)), timeout_s)
-            return not self._closes
+            self._changed.wait_for(
+                lambda: all(each.is_said or each.has_failed for each in self._closes), timeout_s
+            )
+            return all(each.has_failed for each in self._closes)
 
     def _start_waiting(self) -> None:
         while self._waiting:
@@ -88,8 +90,7 @@ class ClosingThreads:
         with self._changed:
             if is_closed:
                 self._closes.remove(each)
-            else:
-                each.asked_s, each.why = -math.inf, "the driver refused"
+            each.has_failed = not is_closed
             self._changed.notify_all()
         if each.is_said and is_closed:
             logger.warning("the memory of %s is closed after all", each.what)

@@ -63,4 +63,4 @@ def test_a_close_that_fails_is_overdue_at_once(caplog: pytest.LogCaptureFixture)
     wait_until(lambda: closing.overdue(time.monotonic()) == "worker 0")
     assert "worker 0 cannot be closed: the driver refused" in caplog.text
     assert "after all" not in caplog.text
-    assert not closing.join(10)
+    assert closing.join(10), "its thread has ended"

@@ -37,7 +37,8 @@ class Place:
         self.here = AgentHere(directory / "agent", redis.unix_url, **options)
         self.here.__enter__()
         self.agent = self.here.agent
-        self.engine = Engine(self.here.endpoint)
+        # The threads of both share one lock, which a machine may hold up.
+        self.engine = Engine(self.here.endpoint, agent_dead_after_s=WAIT_S)
         self.worker, self.scheduler = self.engine.workers[0].link, self.engine.scheduler.link
         self._fill_history()
 
