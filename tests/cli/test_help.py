@@ -77,13 +77,10 @@ def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> tupl
         (["agent", "--ttl-s", "soon"], "--ttl-s: 'soon' is not a whole number"),
         (
             ["top", "--interval-s", "soon"],
-            "invalid value for '--interval-s': it is not a valid number",
+            "invalid value for '--interval-s': ",
         ),
         (["top", "--interval-s", "99"], "invalid value for '--interval-s': "),
-        (
-            ["doctor", "--kv-bytes-per-token", "x"],
-            "invalid value for '--kv-bytes-per-token': it is not a valid integer",
-        ),
+        (["doctor", "--kv-bytes-per-token", "x"], "invalid value for '--kv-bytes-per-token': "),
         (["size", "model", "--memory", "64"], "--memory: '64' is 64 bytes: write it as 64GiB"),
         (["settings", "--of", "x"], "--of is 'x': choose one of agent, gateway, engine"),
     ],
@@ -94,6 +91,7 @@ def test_mistakes_have_one_voice(
     text, status = said(words, monkeypatch, capsys)
     assert text.startswith(f"lmcache-redis: {sentence}")
     assert text.count("\n") == 1
+    assert "Input should be" not in text  # as typer has it from pydantic
     assert status == 2
 
 
