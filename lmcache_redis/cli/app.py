@@ -229,4 +229,5 @@ def run() -> None:
             print(error.format_message(), file=sys.stderr)
             sys.exit(2)
         message = _OF_NUMBERS.sub(r"it is not a valid \1", str(error.format_message()))
+        message = message.replace("Input should be", "it should be")
         fail(message[0].lower() + message[1:].rstrip("."), 2)
