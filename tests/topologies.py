@@ -193,7 +193,7 @@ class Watched:
             try:
                 return bool(self.sentinel("SENTINEL", "FAILOVER", "mymaster"))
             except redis.exceptions.ResponseError as error:
-                if "NOGOODSLAVE" not in str(error):
+                if not any(word in str(error) for word in ("NOGOODSLAVE", "INPROG")):
                     raise
                 return False
 
