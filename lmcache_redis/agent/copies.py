@@ -91,10 +91,7 @@ class CopyThreads:
             threads = self._started[name] = WorkerThreads(name, count, nice)
             if self._closed:
                 threads.stop()
-
-        def run() -> None:
-            self._run(copy, report)
-
+        run = partial(self._run, copy, report)
         threads.put(run, partial(report, CopyOutcome.CANCELLED), until_ns / 1e9)
 
     def close_memory(self, what: str, device: DeviceContext, report: Report) -> None:

@@ -136,7 +136,7 @@ class OneTimer:
 
 
 class _Task(NamedTuple):
-    run: Action
+    run: Callable[[], object]
     dropped: Action
     until_s: float
 
@@ -157,7 +157,7 @@ class WorkerThreads:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def put(self, run: Action, dropped: Action, until_s: float = math.inf) -> None:
+    def put(self, run: Callable[[], object], dropped: Action, until_s: float = math.inf) -> None:
         """Enqueue a task. An exception of ``run`` is logged. until_s: see `drop`.
 
         Raises RuntimeError, and enqueues nothing, if the process may not have a thread.

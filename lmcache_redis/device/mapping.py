@@ -1,9 +1,9 @@
 """How the agent opens an engine's GPU memory: by CUDA's IPC handles, or by descriptors.
 
 A handle is not trusted. The engine's process must run, as this user. The allocation that a handle
-opens must be as large as the engine says, as far as the driver tells. One of less than 2 MiB is
-refused: CUDA shares the block in which it lies, and does not tell where. Several handles of one
-allocation open it once.
+opens must be as large as the engine says, as far as the driver tells. One that is no multiple of
+2 MiB is refused: CUDA shares whole blocks, and does not tell where in one it lies. Several handles
+of one allocation open it once.
 
 Memory of ``cuMemCreate`` has no IPC handle. The engine exports each of its pieces as a descriptor,
 which the agent duplicates from it (``pidfd_getfd(2)``: the permission of a debugger), imports, and
@@ -24,7 +24,7 @@ from lmcache_redis.device.table import Storage
 from lmcache_redis.errors import DeviceError, DriverError
 
 _MOST_BYTES = 2**62
-_LEAST_SHARED_BYTES = 2 << 20  # smaller allocations of cuMemAlloc may lie in one block
+_BLOCK_BYTES = 2 << 20  # CUDA shares whole ones; allocations of other sizes may lie within
 _MOST_PIECES = 65_536
 _PIDFD_GETFD = 438  # of every architecture
 _REFUSALS = {
@@ -89,7 +89,7 @@ class EngineMemory:
         return self._opened[key]
 
     def _open(self, handle: CudaIPCHandle) -> int:
-        if handle.allocation_bytes % _LEAST_SHARED_BYTES:
+        if handle.allocation_bytes % _BLOCK_BYTES:
             raise DeviceError(
                 f"process {handle.pid} registered an allocation of {handle.allocation_bytes} bytes "
                 "of GPU memory: CUDA shares whole blocks of 2 MiB, in which others may lie (start "

@@ -136,7 +136,9 @@ def test_each_chunk_is_stored_whole_by_one_of_many(url: str, stack: ExitStack) -
     assert [outcome for outcome, _ in found] == [ReadOutcome.LOADED] * len(HASHES)
     assert {len(whose) for _, whose in found} == {1}
     stored = sum(writer.counted().get("stored_chunks", 0) for writer in writers)
-    assert len(HASHES) <= stored < 2 * len(HASHES)
+    # In a cluster a claim and its chunk are on two nodes: both answers may cross the writer's end.
+    most = 1.2 if "cluster" not in url else 1.5
+    assert len(HASHES) <= stored <= most * len(HASHES)
     # Nobody gave up: the others found the chunks there.
     assert [writer.counted("drop_") for writer in writers] == [{}] * WRITERS
 

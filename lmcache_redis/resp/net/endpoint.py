@@ -22,8 +22,8 @@ from lmcache_redis.resp.net.advice import NO_CONNECTION_LEFT
 from lmcache_redis.resp.net.tls import TlsParameters, tls_advice
 from lmcache_redis.resp.net.wire import ErrorReply, error_of
 
-# Commands of a greeting whose errors say nothing about the server, unless it takes nobody: it may
-# not know them, or the user may not send them.
+# Commands of a greeting that may fail: the server may not know them, or the user lack the right.
+# Only a refusal of the connection itself counts.
 _MAY_FAIL = ("CLIENT", "PING")
 
 
