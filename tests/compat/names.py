@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from tests.compat.originals import Interface, Name
+from tests.compat.originals import INTERNAL, Interface, Name
 
-STATE = "what LMCache's client keeps of its queue"
-HELPER = "helpers of LMCache's client, which makes keys"
-WORKERS = "threads of LMCache's backends, and what ends them"
 ITERATOR = "an iterator of all backends, with None for what is missing"
 FOUND = "says whether there was a chunk"
 DOCUMENTED = "As in LMCache {}, documented on 2026-02-09."
@@ -129,17 +126,17 @@ INTERFACES = (
             Name("LMCacheMPSchedulerAdapter.worker_id"),
             Name("LMCacheMPSchedulerAdapter.chunk_size"),
             Name("LMCacheMPSchedulerAdapter.blocks_in_chunk"),
-            Name("LMCacheMPSchedulerAdapter.mq_client", left_out=STATE),
-            Name("LMCacheMPSchedulerAdapter.lookup_futures", left_out=STATE),
+            Name("LMCacheMPSchedulerAdapter.mq_client", left_out=INTERNAL),
+            Name("LMCacheMPSchedulerAdapter.lookup_futures", left_out=INTERNAL),
             Name(
                 "LMCacheMPSchedulerAdapter._create_key",
                 "(token_ids, start=0, end=0, request_id=None)",
-                left_out=HELPER,
+                left_out=INTERNAL,
             ),
             Name(
                 "LMCacheMPSchedulerAdapter._create_hash_key",
                 "(chunk_hash, request_id=None)",
-                left_out=HELPER,
+                left_out=INTERNAL,
             ),
             Name(
                 "LMCacheMPWorkerAdapter",
@@ -193,25 +190,25 @@ INTERFACES = (
             Name("LMCacheMPWorkerAdapter.worker_id"),
             Name("LMCacheMPWorkerAdapter.kv_caches"),
             Name("LMCacheMPWorkerAdapter.blocks_in_chunk"),
-            Name("LMCacheMPWorkerAdapter.mq_client", left_out=STATE),
+            Name("LMCacheMPWorkerAdapter.mq_client", left_out=INTERNAL),
             Name(
                 "LMCacheMPWorkerAdapter.instance_id",
                 left_out="the agent knows a worker by its connection",
             ),
-            Name("LMCacheMPWorkerAdapter.store_futures", left_out=STATE),
-            Name("LMCacheMPWorkerAdapter.retrieve_futures", left_out=STATE),
-            Name("LMCacheMPWorkerAdapter.finished_stores", left_out=STATE),
-            Name("LMCacheMPWorkerAdapter.previously_finished", left_out=STATE),
-            Name("LMCacheMPWorkerAdapter._update_and_get_finished_store", "()", left_out=STATE),
+            Name("LMCacheMPWorkerAdapter.store_futures", left_out=INTERNAL),
+            Name("LMCacheMPWorkerAdapter.retrieve_futures", left_out=INTERNAL),
+            Name("LMCacheMPWorkerAdapter.finished_stores", left_out=INTERNAL),
+            Name("LMCacheMPWorkerAdapter.previously_finished", left_out=INTERNAL),
+            Name("LMCacheMPWorkerAdapter._update_and_get_finished_store", "()", left_out=INTERNAL),
             Name(
                 "LMCacheMPWorkerAdapter._create_key",
                 "(token_ids, start=0, end=0, request_id=None)",
-                left_out=HELPER,
+                left_out=INTERNAL,
             ),
             Name(
                 "LMCacheMPWorkerAdapter._create_hash_key",
                 "(chunk_hash, request_id=None)",
-                left_out=HELPER,
+                left_out=INTERNAL,
             ),
             Name("LMCacheMPWorkerAdapter.shutdown", "()"),
         ),
@@ -335,10 +332,10 @@ INTERFACES = (
             ),
             Name("LMCLocalBackend.put_blocking", "(key, kv_chunk)"),
             Name("LMCLocalBackend.put_nonblocking", "(key, kv_chunk)"),
-            Name("LMCLocalBackend.put_worker", "()", left_out=WORKERS),
+            Name("LMCLocalBackend.put_worker", "()", left_out=INTERNAL),
             Name("LMCLocalBackend.remove", "(key)", different=FOUND),
             Name("LMCLocalDiskBackend", "(config, metadata, dst_device='cuda')"),
-            Name("LMCLocalDiskBackend.buffer_sweeper", "()", left_out=WORKERS),
+            Name("LMCLocalDiskBackend.buffer_sweeper", "()", left_out=INTERNAL),
             Name("LMCLocalDiskBackend.close", "()"),
             Name("LMCLocalDiskBackend.contains", "(key)"),
             Name("LMCLocalDiskBackend.get", "(key)"),
@@ -349,9 +346,9 @@ INTERFACES = (
             ),
             Name("LMCLocalDiskBackend.put_blocking", "(key, kv_chunk)"),
             Name("LMCLocalDiskBackend.put_nonblocking", "(key, kv_chunk)"),
-            Name("LMCLocalDiskBackend.put_worker", "()", left_out=WORKERS),
+            Name("LMCLocalDiskBackend.put_worker", "()", left_out=INTERNAL),
             Name("LMCLocalDiskBackend.remove", "(key)", different=FOUND),
-            Name("LocalBackendEndSignal", "()", left_out=WORKERS),
+            Name("LocalBackendEndSignal", "()", left_out=INTERNAL),
             Name(
                 "save_disk",
                 "(path, kv_chunk)",
@@ -378,13 +375,13 @@ INTERFACES = (
             ),
             Name("LMCRemoteBackend.put", "(key, kv_chunk, blocking=True)"),
             Name("LMCRemoteBackend.put_blocking", "(key, kv_chunk)"),
-            Name("LMCRemoteBackend.put_worker", "()", left_out=WORKERS),
+            Name("LMCRemoteBackend.put_worker", "()", left_out=INTERNAL),
             Name("LMCPipelinedRemoteBackend", "(config, metadata, dst_device='cuda')"),
             Name("LMCPipelinedRemoteBackend.batched_get", "(keys)", different=ITERATOR),
             Name("LMCPipelinedRemoteBackend.close", "()"),
-            Name("LMCPipelinedRemoteBackend.deserialize_worker", "()", left_out=WORKERS),
-            Name("LMCPipelinedRemoteBackend.network_worker", "()", left_out=WORKERS),
-            Name("RemoteBackendEndSignal", "()", left_out=WORKERS),
+            Name("LMCPipelinedRemoteBackend.deserialize_worker", "()", left_out=INTERNAL),
+            Name("LMCPipelinedRemoteBackend.network_worker", "()", left_out=INTERNAL),
+            Name("RemoteBackendEndSignal", "()", left_out=INTERNAL),
         ),
     ),
     Interface(
