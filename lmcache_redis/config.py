@@ -31,7 +31,7 @@ _SERVICE_DIRECTORY = Path("/run/lmcache-redis")
 MIN_SLOT_BYTES = 4096
 # With a header of 512 bytes a value stays just under 1 MiB, a size class of Redis's allocator.
 DEFAULT_SLOT_BYTES = (1 << 20) - 4096
-# Why these values: docs/internals/data-plane.md.
+# Why these values: docs/internals/decisions.md.
 DEFAULT_GET_CONNECTIONS = 4
 DEFAULT_SET_CONNECTIONS = 4
 DEFAULT_NETWORK_THREADS = 1

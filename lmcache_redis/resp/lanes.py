@@ -3,7 +3,7 @@
 While the server works on the request of one connection, the thread moves the bytes of another: the
 server is never idle, reads every value straight to where it stays, and queues no copies of replies.
 One thread is faster than several, which would wait for each other's GIL
-(docs/internals/data-plane.md has the measurement). Replies arrive in the order of the requests, so
+(docs/internals/decisions.md has the measurement). Replies arrive in the order of the requests, so
 the thread waits for the connection that it asked first.
 
 A stripe is in flight, and uses its slot, from its request to its end. A connection whose stripe is
