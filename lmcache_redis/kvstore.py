@@ -42,6 +42,7 @@ from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.compat.backends import ChunkBackend, in_memory, in_redis
 from lmcache_redis.compat.backends.buffers import Allocate, TensorAllocation
 from lmcache_redis.errors import FormatError
+from lmcache_redis.processes import name_in_kernel
 from lmcache_redis.resp import RedisOptions
 
 if TYPE_CHECKING:
@@ -287,7 +288,9 @@ class AsyncKVStore:
         _stores.add(self)
 
     def _forked(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, "lmcr-kvstore")
+        self._threads = ThreadPoolExecutor(
+            _THREADS, "lmcr-kvstore", name_in_kernel, ("lmcr-kvstore",)
+        )
 
     put = _in_thread(KVStore.put)
     get = _in_thread(KVStore.get)

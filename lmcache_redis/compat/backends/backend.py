@@ -42,7 +42,7 @@ from lmcache_redis.compat.backends.storage import ChunkStorage, open_cache
 from lmcache_redis.compat.cache_engine_key import AnyKey, object_key_of
 from lmcache_redis.compat.objects import HeapMemory, HeldChunk
 from lmcache_redis.errors import FormatError, LMCacheRedisError, NotListed
-from lmcache_redis.processes import check_not_forked
+from lmcache_redis.processes import NamedThread, check_not_forked
 from lmcache_redis.resp import RedisPlane
 from lmcache_redis.tiers import Done
 
@@ -84,7 +84,7 @@ class CacheThread:
         self._calls: set[Future[Any]] = set()
         self._has_ended = False
         self.is_closed = False
-        self._thread = threading.Thread(target=self._run, name="lmcr-cache", daemon=True)
+        self._thread = NamedThread("lmcr-cache", self._run)
         self._thread.start()
 
     @property

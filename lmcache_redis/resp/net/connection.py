@@ -30,6 +30,7 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
+from lmcache_redis.processes import NamedThread
 from lmcache_redis.resp.net.endpoint import (
     Endpoint,
     Transport,
@@ -454,7 +455,7 @@ class _NameLookUp:
     """A look-up on a thread of its own. Those who wait for it share what it finds."""
 
     def __init__(self, resolve: Callable[[int], list[Address]]) -> None:
-        self.thread = threading.Thread(target=self._run, name="redis-name", daemon=True)
+        self.thread = NamedThread("redis-name", self._run)
         self._resolve = resolve
         self._given_up_at = time.monotonic() + _LONGEST_NAME_S
         self._done = threading.Event()
