@@ -39,9 +39,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES, ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
-from lmcache_redis.compat.backends import ChunkBackend, in_memory, in_redis
-from lmcache_redis.compat.backends.buffers import Allocate, TensorAllocation
 from lmcache_redis.errors import FormatError
+from lmcache_redis.objects import ChunkBackend, in_memory, in_redis
+from lmcache_redis.objects.buffers import Allocate, TensorAllocation
 from lmcache_redis.processes import name_in_kernel
 from lmcache_redis.resp import RedisOptions
 
