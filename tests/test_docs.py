@@ -38,7 +38,7 @@ FOREIGN_OPTIONS = {
     *("--dtype", "--otlp-traces-endpoint"),
     *("--gpus", "--ipc", "--no-deps", "--pid", "--shm-size", "--user"),
     "--help",
-    *("--matrix", "--pythons"),  # of scripts/test
+    *("--long", "--matrix", "--pythons"),  # of scripts/test
 }
 # Commands whose options are ours, and where their parsers are.
 PARSERS = {
