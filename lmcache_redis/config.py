@@ -278,7 +278,7 @@ class AgentConfig(TierSettings):
         "memory that engines may register", "auto", choices=("auto", "cpu", "cuda")
     )
     direct_copy_bytes: int = setting(
-        "pages of so many bytes and more are copied to and from a GPU without a kernel",
+        "size of pages from which on they are copied to and from a GPU without a kernel",
         64 << 10,
         (1, 1 << 50),
     )

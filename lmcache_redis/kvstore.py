@@ -8,7 +8,7 @@
 
 What is stored is checked on the way back, so a get returns what was put or nothing. While the
 server cannot be reached, or refuses them, calls end: a put is False, a get is None, and `why_down`
-says why. `names` raises then, for a list that is not whole is none. Wrong arguments raise, as does
+says why. `names` raises then: it never returns a part of the list. Wrong arguments raise, as does
 everything after `close`.
 
 A process that is forked may use the stores that it inherits: each opens connections, threads and a

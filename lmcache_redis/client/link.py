@@ -309,7 +309,7 @@ class AgentLink:
             try:
                 is_sent = self.online and self._socket.send(frames)
             except Exception:
-                self._calls.sent(calls)  # perhaps; they are lost with the others
+                self._calls.sent(calls)  # they may be; then they are lost with the others
                 raise
             if is_sent:
                 self._calls.sent(calls)

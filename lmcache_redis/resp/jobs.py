@@ -309,7 +309,7 @@ class Jobs:
             try:
                 action()
             except Exception:
-                # Of a caller, perhaps: those behind it must not wait.
+                # The error may be a caller's: later actions must still run.
                 logger.exception("an action of the Redis plane failed")
         now = time.monotonic()
         if self._wake_at <= now:

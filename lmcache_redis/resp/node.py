@@ -47,8 +47,8 @@ from lmcache_redis.tiers import CallOutcome, Operation, PlaneState
 logger = logging.getLogger(__name__)
 
 
-# Of the servers that a map names and that have never answered, so many are tried at a time: a map
-# may name what does not exist.
+# How many of the servers that a map names, and that have never answered, are tried at a time: a map
+# may name servers that do not exist.
 _MOST_UNPROVEN = 32
 # How often it is looked whether a server that was named no more has answered what it was asked.
 _LOOK_EVERY_S = 0.02

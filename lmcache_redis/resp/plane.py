@@ -94,7 +94,7 @@ class RedisPlane:
         self.deployment = parse_deployment(options)
         self._jobs = Jobs()
         self._nodes = DataNodes(self.deployment, options, self._jobs)
-        # For who wants to know what servers evict and expire.
+        # What servers evict and expire.
         self.removals = self._nodes.removals
 
     def start(self) -> None:

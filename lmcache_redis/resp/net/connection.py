@@ -161,7 +161,7 @@ class Connection:
             self.close()
 
     def send(self, requests: Iterable[bytes], replies: int) -> None:
-        """Send packed commands that have so many replies.
+        """Send packed commands, and expect this number of replies.
 
         The server works on the first while `requests` makes the next.
         """
@@ -378,7 +378,7 @@ class Connector:
         self.drop()
 
     def drop(self) -> None:
-        """Fail the connections that there are."""
+        """Close all open connections."""
         for connection in list(self._connections):
             connection.abort()
 
