@@ -390,6 +390,13 @@ DISK_COUNTERS = TierCounters(
 )
 
 
+class Account(Protocol):
+    """What tenants have in a tier. Called on the owner's thread. tenant: empty: nobody."""
+
+    def stored(self, tenant: str, nbytes: int) -> None:
+        """A chunk of so many bytes was written, which the tier did not have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Backing:
     """A tier of a cache.
@@ -403,3 +410,4 @@ class Backing:
     write_limit_bytes: int
     ask_timeout_s: float = 1.0
     refresh_every_s: float = 60.0
+    account: Account | None = None

@@ -65,7 +65,10 @@ class Agent:
         """Raises ``ConfigError`` if the disk tier's directory cannot be used."""
         limit_bytes = config.write_queue_limit_bytes
         refresh_s = min(60.0, config.ttl_s / 4) if config.ttl_s else 60.0
-        backings = [Backing(plane, REDIS_COUNTERS, limit_bytes, config.op_timeout_s, refresh_s)]
+        keys = plane.options.seal_keys
+        peers = Peers(b"" if keys is None else keys.tenants)
+        of_redis = limit_bytes, config.op_timeout_s, refresh_s, peers.tenants
+        backings = [Backing(plane, REDIS_COUNTERS, *of_redis)]
         disk = None
         if config.disk_path is not None:
             # At most half of a lookup's time is for the disk; the rest is for Redis.
@@ -91,7 +94,7 @@ class Agent:
             cache,
             copies,
             Sessions(cache.pool, cache.metrics, config.session_timeout_s),
-            Peers(),
+            peers,
             PoolPinning(
                 arena.base_address,
                 arena.capacity,
@@ -160,6 +163,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
             if peer.registration is not None
         ],
         "models": {name: asdict(use) for name, use in peers.models.items()},
+        "tenants": peers.tenants.report(),
         **_worth(agent.peers, counters),
         "counters": counters,
     }

@@ -21,6 +21,7 @@ from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import CopyOutcome, Kind
 from lmcache_redis.agent.peers import Registration, Reply
 from lmcache_redis.agent.sessions import MAX_CHUNKS, HitLoad, Session
+from lmcache_redis.agent.uses import ModelUse
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry, EntryState
@@ -186,6 +187,13 @@ class CopyJob(ABC):
         if not self._pending:
             self._close()
 
+    @property
+    def _tenant(self) -> str:
+        return self._agent.peers.tenants.shown(self._question.tenant)
+
+    def _uses(self) -> Sequence[ModelUse]:
+        return self._agent.peers.uses_of(self._form.model_name, self._tenant)
+
     def _close(self) -> None:
         try:
             self._finish()
@@ -244,6 +252,7 @@ class StoreJob(CopyJob):
         else:
             # What no lookup has named was generated after its prompt.
             entry.position = self._session.positions.get(chunk_hash, MAX_CHUNKS)
+            entry.tenant = self._tenant
         return entry
 
     def _move(self, chunks: Sequence[int], call: CopyCall) -> bool:
@@ -276,8 +285,8 @@ class StoreJob(CopyJob):
             return
         self._cache.metrics.count("gathered_chunks")
         self._cache.metrics.count("gathered_bytes", self._form.chunk_bytes)
-        use = self._agent.peers.use_of(self._form.model_name)
-        use.gathered_bytes += self._form.chunk_bytes
+        for use in self._uses():
+            use.gathered_bytes += self._form.chunk_bytes
         if self._cache.publish(entry):
             self._stored += 1
             self._write_behind(entry)
@@ -413,7 +422,8 @@ class RetrieveJob(CopyJob):
         metrics.count("retrieves_failed", bool(self._failed))
         metrics.count("retrieved_chunks", copied)
         metrics.count("retrieved_bytes", nbytes)
-        self._agent.peers.use_of(self._form.model_name).retrieved_bytes += nbytes
+        for use in self._uses():
+            use.retrieved_bytes += nbytes
         self._count_saving()
         past = self._session.past
         past.loaded += copied
@@ -436,7 +446,8 @@ class RetrieveJob(CopyJob):
         if saved is not None:
             session.load = None
             peers, metrics = self._agent.peers, self._cache.metrics
-            peers.use_of(self._form.model_name).saved(*saved)
+            for use in self._uses():
+                use.saved(*saved)
             metrics.count("saved_tokens", saved[0])
             metrics.count("saved_untimed_tokens", saved[0] if saved[1] is None else 0)
             metrics.raise_to("saved_prefill_seconds", peers.saved_prefill_s)

@@ -397,6 +397,8 @@ class WriteBehind:
             self._pool.seen(self._index, (entry.key,))
             self._metrics.count(counters.stored_chunks)
             self._metrics.count(counters.stored_bytes, write.nbytes)
+            if self._backing.account is not None:
+                self._backing.account.stored(entry.tenant, write.nbytes)
             self._warned_of = None
         elif entry.state is not EntryState.DISCARDED:
             self._metrics.count(counters.drops[outcome])
