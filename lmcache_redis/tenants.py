@@ -16,6 +16,9 @@ import hashlib
 import re
 from typing import Any, Final
 
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.settings import parse_size
+
 MOST_LETTERS: Final = 64
 NONE: Final = "none"  # of requests without a tenant
 OTHER: Final = "other"  # those that have no row of their own
@@ -32,9 +35,26 @@ def is_name(text: Any) -> bool:
         and len(text) <= MOST_LETTERS
         and text.isprintable()
         and text == text.strip()
+        and "," not in text
         and not text.startswith(_OF_A_SALT)
         and text not in _RESERVED
     )
+
+
+def parse_limits(text: str, option: str = "--tenant-bytes") -> dict[str, int]:
+    """Bytes by name, of ``NAME=SIZE,NAME=SIZE``. Raises ``ConfigError``, which names the option."""
+    limits: dict[str, int] = {}
+    for each in text.split(","):
+        name, equals, size = each.strip().rpartition("=")
+        if not equals or not (name == EVERY or is_name(name)):
+            raise ConfigError(
+                f"{option}: {each.strip()!r} is no limit: write NAME=SIZE, or *=SIZE for each "
+                "other tenant"
+            )
+        if name in limits:
+            raise ConfigError(f"{option}: {name} is set twice: write it once")
+        limits[name] = parse_size(size, f"{option} {name}")
+    return limits
 
 
 def of_salt(salt: str) -> str:

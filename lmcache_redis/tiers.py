@@ -126,6 +126,16 @@ class KeysResult(NamedTuple):
     keys: Sequence[bytes]
 
 
+class NumbersResult(NamedTuple):
+    """numbers: under each key in order, 0 where there is none; None: not known. Empty unless DONE.
+
+    Of a key with an amount: None: the amount may not have been added.
+    """
+
+    outcome: CallOutcome
+    numbers: Sequence[int | None] = ()
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class ChunkIO:
     """One chunk to read into slots, or to write from them.
@@ -392,6 +402,12 @@ DISK_COUNTERS = TierCounters(
 
 class Account(Protocol):
     """What tenants have in a tier. Called on the owner's thread. tenant: empty: nobody."""
+
+    def admits(self, tenant: str) -> bool:
+        """Whether chunks of the tenant are written. Cheap: called for every chunk."""
+
+    def dropped(self, tenant: str, chunks: int) -> None:
+        """So many are not, because it does not."""
 
     def stored(self, tenant: str, nbytes: int) -> None:
         """A chunk of so many bytes was written, which the tier did not have."""

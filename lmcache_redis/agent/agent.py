@@ -11,6 +11,7 @@ from typing import Any
 
 from lmcache_redis import __version__
 from lmcache_redis.agent.copies import CopyThreads
+from lmcache_redis.agent.limits import TenantLimits
 from lmcache_redis.agent.peers import LayoutTrust, Peers
 from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.cache.cache import Cache
@@ -24,6 +25,7 @@ from lmcache_redis.messages import TIER_NAMES
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp.options import user_of
 from lmcache_redis.resp.plane import RedisPlane
+from lmcache_redis.tenants import parse_limits
 from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS, Backing, LastError
 from lmcache_redis.transport import Wakeup
 
@@ -82,6 +84,9 @@ class Agent:
             backings.insert(0, Backing(disk, DISK_COUNTERS, limit_bytes))
         wakeup = Wakeup()
         loop = OwnerLoop(wakeup.set)
+        if config.tenant_bytes is not None:
+            limits = parse_limits(config.tenant_bytes)
+            peers.tenants.limits = TenantLimits(limits, plane, loop, config.ttl_s)
         cache = Cache(loop, arena, backings, Metrics())
         copies = CopyThreads(config.copy_threads, wakeup.set)
         return Agent(

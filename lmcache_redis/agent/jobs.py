@@ -217,6 +217,7 @@ class StoreJob(CopyJob):
 
     def start(self) -> None:
         wanted: list[int] = []
+        tenants = self._agent.peers.tenants
         for chunk, chunk_hash in enumerate(self._hashes):
             key = self._form.key(chunk_hash)
             entry = self._cache.pool.get(key)
@@ -229,8 +230,14 @@ class StoreJob(CopyJob):
             self._cache.pool.touch_all((entry.key,))
             self._already += 1
             if entry.state is EntryState.READY:
-                self._write_behind(entry)
+                if tenants.admits(entry.tenant):
+                    self._write_behind(entry)
                 self._cache.pool.seen(None, (entry.key,))
+        if wanted and (why := tenants.why_not(self._tenant)):
+            self._cache.metrics.count("drop_quota", len(wanted))
+            tenants.dropped(self._tenant, len(wanted))
+            self._reasons.add(why)
+            wanted = []
         self._gather(wanted)
 
     def _gather(self, chunks: Sequence[int]) -> None:

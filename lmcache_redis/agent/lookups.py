@@ -181,6 +181,7 @@ class LookupJob:
             )
         pool, hashes = self._agent.cache.pool, self._question.hashes
         for (chunk, row), entry in found.parts.take().items():
+            entry.tenant = entry.tenant or self._tenant  # who is charged if it is written again
             first, *others = users[row]
             for part in others:
                 pool.pin(entry)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
+from lmcache_redis.agent.limits import TenantLimits
 from lmcache_redis.tenants import NONE, OTHER, shown
 
 MOST_KEPT: Final = 1024
@@ -46,9 +47,13 @@ class ModelUse:
 
 @dataclass
 class TenantUse(ModelUse):
-    """stored_bytes: written to Redis. highest_saved_s: that saved_prefill_s ever was."""
+    """stored_bytes: written to Redis. dropped_chunks: because of its limit.
+
+    highest_saved_s: that saved_prefill_s ever was.
+    """
 
     stored_bytes: int = 0
+    dropped_chunks: int = 0
     highest_saved_s: float = 0.0
 
     def saved(self, tokens: int, seconds: float | None) -> None:
@@ -83,6 +88,7 @@ class Tenants:
         self._forgotten = TenantUse()
         self._with_rows: set[str] = set()
         self._others_row = TenantUse()
+        self.limits: TenantLimits | None = None
 
     def shown(self, tenant: str) -> str:
         """tenant: of a message."""
@@ -99,14 +105,32 @@ class Tenants:
                 self._with_rows.add(name)
         return found.whole, found.row if name in self._with_rows else self._others_row
 
+    def why_not(self, tenant: str) -> str | None:
+        """Why chunks of the tenant are not stored; None: they are."""
+        return None if self.limits is None else self.limits.why_not(tenant or NONE)
+
+    def admits(self, tenant: str) -> bool:
+        """See `tiers.Account`, also of the others."""
+        return self.why_not(tenant) is None
+
+    def dropped(self, tenant: str, chunks: int) -> None:
+        for use in self.uses_of(tenant or NONE):
+            use.dropped_chunks += chunks
+
     def stored(self, tenant: str, nbytes: int) -> None:
-        """See `tiers.Account`."""
+        if self.limits is not None:
+            self.limits.stored(tenant or NONE, nbytes)
         for use in self.uses_of(tenant or NONE):
             use.stored_bytes += nbytes
 
     def report(self) -> dict[str, dict[str, Any]]:
         """The whole of each that is kept, the largest first, and of all that were forgotten."""
-        found = {name: self._kept[name].whole.report() for name in self._by_size()}
+        found = {}
+        for name in self._by_size():
+            found[name] = self._kept[name].whole.report()
+            limits = self.limits
+            found[name]["limit_bytes"] = None if limits is None else limits.limit_of(name)
+            found[name]["used_bytes"] = None if limits is None else limits.used_by(name)
         if self._forgotten != TenantUse():
             found[OTHER] = self._forgotten.report()
         return found
