@@ -2,9 +2,10 @@
 
     lmcr1:tenant:DIGEST:BUCKET     bytes that the tenant has written in an eighth of the TTL
 
-An agent adds what it has written every `_EVERY_S` seconds, in one exchange for all tenants, and
-reads their sums. The owner thread waits for nothing. A bucket expires a TTL after its end, about
-when what was written in it does; without a TTL, after a day.
+An agent adds what it has written and reads the sums, of all tenants in one exchange, when one of
+them stores, and not within `_EVERY_S` seconds of the last. The owner thread waits for nothing. A
+bucket expires a TTL after its end, about when what was written in it does; without a TTL, after a
+day.
 
 What Redis holds is not known exactly. A chunk that was evicted, removed or cleared is counted until
 its bucket expires, and one that `--ttl-refresh` keeps alive no longer than that. An addition whose
@@ -43,11 +44,10 @@ class TenantLimits:
         self._plane = plane
         self._owner = owner
         self._bucket_s = max(1, (ttl_s or DAY_S) // BUCKETS)
-        # In Redis, when it was read last; None: not yet.
-        self._known: dict[str, int | None] = {}
+        self._known: dict[str, int] = {}  # in Redis, when it was read last
         self._pending: Counter[str] = Counter()  # written here, and not in what is known
         self._seen: set[str] = set()  # since the last exchange
-        self._is_asking = False
+        self._is_asking, self._next_s = False, 0.0
         self._timer = OneTimer(owner, self._exchange)
         plane.adds_up = True
 
@@ -76,14 +76,16 @@ class TenantLimits:
 
     def _ask_about(self, tenant: str) -> None:
         self._seen.add(tenant)
-        is_new = tenant not in self._known
-        self._known.setdefault(tenant, None)
-        if not self._is_asking:
-            self._timer.fire_by(time.monotonic() + (0.0 if is_new else _EVERY_S))
+        self._ask_in_time()
+
+    def _ask_in_time(self) -> None:
+        if self._seen and not self._is_asking:
+            self._timer.fire_by(max(time.monotonic(), self._next_s))
 
     def _exchange(self) -> None:
         """Adds what is pending, and reads the accounts of all who have asked."""
         tenants, self._seen, self._is_asking = sorted(self._seen), set(), True
+        self._next_s = time.monotonic() + _EVERY_S
         last = int(time.time()) // self._bucket_s
         keys, prefix = [], self._plane.options.key_prefix
         amounts: dict[bytes, int] = {}
@@ -113,14 +115,14 @@ class TenantLimits:
             numbers = [each for each in found if each is not None]
             if len(numbers) == every:
                 self._known[tenant] = sum(numbers)
-            elif is_added and (known := self._known.get(tenant)) is not None:
-                self._known[tenant] = known + sent[tenant]
+            elif is_added and tenant in self._known:
+                self._known[tenant] += sent[tenant]
             elif result.outcome is CallOutcome.DONE:
-                self._known[tenant] = None  # it is refused, or one of several servers is silent
+                self._known.pop(tenant, None)  # it is refused, or one of several servers is silent
         self._pending = +self._pending
-        if len(self._known) > _MOST_KNOWN:  # clients choose their names
-            self._known = {each: self._known.get(each) for each in tenants[-_MOST_KNOWN:]}
+        if max(len(self._known), len(self._pending)) > _MOST_KNOWN:  # clients choose their names
+            kept = [each for each in tenants if each in self._known][:_MOST_KNOWN]
+            self._known = {each: self._known[each] for each in kept}
             self._pending = Counter(dict(self._pending.most_common(_MOST_KNOWN)))
         self._seen.update(self._pending)
-        if self._seen:
-            self._timer.fire_by(time.monotonic() + _EVERY_S)
+        self._ask_in_time()

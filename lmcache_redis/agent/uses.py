@@ -125,14 +125,15 @@ class Tenants:
 
     def report(self) -> dict[str, dict[str, Any]]:
         """The whole of each that is kept, the largest first, and of all that were forgotten."""
+        limits = self.limits
+        of: dict[str, int | None] = {"limit_bytes": None, "used_bytes": None}
         found = {}
         for name in self._by_size():
-            found[name] = self._kept[name].whole.report()
-            limits = self.limits
-            found[name]["limit_bytes"] = None if limits is None else limits.limit_of(name)
-            found[name]["used_bytes"] = None if limits is None else limits.used_by(name)
+            if limits is not None:
+                of = {"limit_bytes": limits.limit_of(name), "used_bytes": limits.used_by(name)}
+            found[name] = self._kept[name].whole.report() | of
         if self._forgotten != TenantUse():
-            found[OTHER] = self._forgotten.report()
+            found[OTHER] = self._forgotten.report() | dict.fromkeys(of)
         return found
 
     def rows(self) -> dict[str, TenantUse]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_redis.agent import limits
 from lmcache_redis.agent.limits import BUCKETS, DAY_S, TenantLimits
 from lmcache_redis.agent.uses import Tenants
 from lmcache_redis.cache.threads import OwnerLoop
@@ -93,6 +94,21 @@ def test_nothing_is_asked_about_a_tenant_without_a_limit() -> None:
     assert here.limits.why_not("another") is None
     assert here.limits._timer._due_s == math.inf
     assert Tenants().admits("team")
+
+
+def test_accounts_are_read_at_once_and_then_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_EVERY_S", 1e6)
+    here = Played("*=100")
+    here.limits.why_not("team")
+    assert here.limits._timer._due_s <= time.monotonic()
+    here.exchange()
+    here.limits.why_not("team")
+    first_s = here.limits._timer._due_s
+    assert first_s > time.monotonic()
+    here.limits.stored("another", 5)
+    assert here.limits._timer._due_s == first_s, "one exchange for all"
+    here.exchange()
+    assert here.limits._timer._due_s == math.inf, "nothing is pending"
 
 
 def test_what_agents_add_is_read_by_the_others() -> None:
