@@ -19,6 +19,7 @@ from lmcache_redis.errors import ConfigError
 from lmcache_redis.processes import memory_limit_bytes
 from lmcache_redis.settings import check_all, check_between, option_name, setting, settings_of
 from lmcache_redis.sources import Given, meant
+from lmcache_redis.tenants import parse_limits
 
 _PORT = re.compile(r"0|[1-9][0-9]{0,4}")
 
@@ -269,6 +270,13 @@ class AgentConfig(TierSettings):
     )
     ttl_s: int = setting("seconds until a stored chunk expires; 0: never", 0, (0, MAX_TTL_S))
     ttl_refresh: bool = setting("restart a chunk's TTL when it is loaded", False)
+    tenant_bytes: str | None = setting(
+        "how much each tenant may write to Redis within the TTL, or within a day without one; "
+        "*=SIZE: each other tenant",
+        None,
+        form="NAME=SIZE",
+        repeatable=True,
+    )
     copy_threads: int = setting(
         "threads that copy into blocks, and as many out of them, for each GPU, and for CPU engines",
         2,
@@ -308,6 +316,8 @@ class AgentConfig(TierSettings):
         check_endpoint(self.endpoint)
         check_between("pool_bytes", self.pool_bytes, self.slot_bytes + 4096, 1 << 50)
         check_redis(self)
+        if self.tenant_bytes is not None:
+            parse_limits(self.tenant_bytes)
 
     @property
     def write_queue_limit_bytes(self) -> int:

@@ -118,6 +118,7 @@ from lmcache_redis.chunks.names import Reach
 from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.handles import StorageHandle as StorageHandle  # a field type below
 from lmcache_redis.device.layout import KVLayout
+from lmcache_redis.tenants import MOST_LETTERS
 
 PROTOCOL_VERSION = 7
 MAGIC = b"LMCR-MP"
@@ -142,6 +143,8 @@ Ticket = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 # Text that the agent keeps for a peer is bounded.
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
+# Whose request it is (`tenants`); empty: nobody's.
+Tenant = Annotated[str, msgspec.Meta(max_length=MOST_LETTERS)]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -227,6 +230,7 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
     token_s: TokenSeconds = 0.0
     busy_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
     begun: tuple[Name, ...] = ()
+    tenant: Tenant = ""
 
 
 class Watch(Message, frozen=True, tag="WATCH"):
@@ -248,6 +252,7 @@ class Store(Message, frozen=True, tag="STORE"):
     lease_ns: int
     after: Ticket | None = None
     group: Number = 0
+    tenant: Tenant = ""
 
 
 class Compare(Store, frozen=True, tag="COMPARE"):
@@ -270,6 +275,7 @@ class Retrieve(Message, frozen=True, tag="RETRIEVE"):
     lease_ns: int
     after: Ticket | None = None
     group: Number = 0
+    tenant: Tenant = ""
 
 
 class HoldStores(Message, frozen=True, tag="HOLD_STORES"):

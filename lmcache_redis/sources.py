@@ -57,8 +57,9 @@ def given(config: type[Any], options: Mapping[str, Any]) -> Given:
         # What a file was read into, as by Kubernetes, may end with a line's end.
         if text := os.environ.get(each.variable, "").rstrip("\r\n"):
             found[name] = (text, each.variable)
-        if options.get(name) is not None:
-            found[name] = (options[name], each.option)
+        if options.get(name) not in (None, []):
+            option = options[name]
+            found[name] = (",".join(option) if each.repeatable else option, each.option)
     values, places = {}, {name: place for name, (_, place) in found.items()}
     try:
         for name, (value, _) in found.items():

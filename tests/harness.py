@@ -118,6 +118,7 @@ class Engine:
     """
 
     block_size_tokens = 16
+    tenant = ""  # of the requests from now on
 
     def __init__(
         self,
@@ -201,7 +202,7 @@ class Engine:
         self, hashes: Sequence[bytes], block_ids: Sequence[int], skip_first_n_tokens: int = 0
     ) -> TransferOp:
         skip_blocks = skip_first_n_tokens // self.block_size_tokens
-        return TransferOp([*block_ids], self.chunks(hashes), skip_blocks)
+        return TransferOp([*block_ids], self.chunks(hashes), skip_blocks, tenant=self.tenant)
 
     def store(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Stores, and waits until no block is read any more."""
@@ -237,7 +238,8 @@ class Engine:
         """Tokens that the agent holds for the request, after a step in which workers report."""
         self.scheduler.ranks.reported({rank: w.place for rank, w in enumerate(self.workers)})
         names = self.chunks(hashes)[first_chunk:]
-        self.scheduler.begin_lookup(request_id, names, first_chunk=first_chunk, token_s=token_s)
+        how = {"token_s": token_s, "tenant": self.tenant}
+        self.scheduler.begin_lookup(request_id, names, first_chunk=first_chunk, **how)
         deadline_s = time.monotonic() + WAIT_S
         while time.monotonic() < deadline_s:
             tokens = self.scheduler.hit_tokens(request_id, wait_s=0.05)

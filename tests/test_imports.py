@@ -28,7 +28,8 @@ LAYERS = (
     {"device", "resp"},
     {"tiers", "seal"},
     {"chunks"},
-    {"config", "errors", "metrics", "native", "processes", "settings", "sources", "systemd"},
+    {"config", "errors", "metrics", "native", "processes", "settings", "sources", "systemd"}
+    | {"tenants"},
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 

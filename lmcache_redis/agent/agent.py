@@ -11,6 +11,7 @@ from typing import Any
 
 from lmcache_redis import __version__
 from lmcache_redis.agent.copies import CopyThreads
+from lmcache_redis.agent.limits import TenantLimits
 from lmcache_redis.agent.peers import LayoutTrust, Peers
 from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.cache.cache import Cache
@@ -24,6 +25,7 @@ from lmcache_redis.messages import TIER_NAMES
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp.options import user_of
 from lmcache_redis.resp.plane import RedisPlane
+from lmcache_redis.tenants import parse_limits
 from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS, Backing, LastError
 from lmcache_redis.transport import Wakeup
 
@@ -65,7 +67,10 @@ class Agent:
         """Raises ``ConfigError`` if the disk tier's directory cannot be used."""
         limit_bytes = config.write_queue_limit_bytes
         refresh_s = min(60.0, config.ttl_s / 4) if config.ttl_s else 60.0
-        backings = [Backing(plane, REDIS_COUNTERS, limit_bytes, config.op_timeout_s, refresh_s)]
+        keys = plane.options.seal_keys
+        peers = Peers(b"" if keys is None else keys.tenants)
+        of_redis = limit_bytes, config.op_timeout_s, refresh_s, peers.tenants
+        backings = [Backing(plane, REDIS_COUNTERS, *of_redis)]
         disk = None
         if config.disk_path is not None:
             # At most half of a lookup's time is for the disk; the rest is for Redis.
@@ -79,6 +84,9 @@ class Agent:
             backings.insert(0, Backing(disk, DISK_COUNTERS, limit_bytes))
         wakeup = Wakeup()
         loop = OwnerLoop(wakeup.set)
+        if config.tenant_bytes is not None:
+            limits = parse_limits(config.tenant_bytes)
+            peers.tenants.limits = TenantLimits(limits, plane, loop, config.ttl_s)
         cache = Cache(loop, arena, backings, Metrics())
         copies = CopyThreads(config.copy_threads, wakeup.set)
         return Agent(
@@ -91,7 +99,7 @@ class Agent:
             cache,
             copies,
             Sessions(cache.pool, cache.metrics, config.session_timeout_s),
-            Peers(),
+            peers,
             PoolPinning(
                 arena.base_address,
                 arena.capacity,
@@ -160,6 +168,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
             if peer.registration is not None
         ],
         "models": {name: asdict(use) for name, use in peers.models.items()},
+        "tenants": peers.tenants.report(),
         **_worth(agent.peers, counters),
         "counters": counters,
     }

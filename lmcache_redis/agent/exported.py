@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from lmcache_redis.agent.agent import Agent, status_report
 from lmcache_redis.agent.page import HEADERS, page
 from lmcache_redis.agent.sessions import PastRequest
+from lmcache_redis.agent.uses import TenantUse
 from lmcache_redis.metrics.exporter import OwnerCollector, gauge, labelled, read_on
 
 # Fields of `ModelUse`.
@@ -25,11 +26,29 @@ _OF_MODELS: Final = {
     "gathered_bytes": "bytes gathered from blocks of its engines",
     "saved_tokens": "prompt tokens loaded into blocks of its engines instead of computed",
 }
+# Fields of `TenantUse`, by the name of the metric.
+_OF_TENANTS: Final = {
+    "lookups": ("lookups", "lookups answered"),
+    "lookup_tokens": ("lookup_tokens", "prompt tokens asked for by lookups, in whole chunks"),
+    "hit_tokens": ("hit_tokens", "prompt tokens found by lookups"),
+    "saved_tokens": ("saved_tokens", "prompt tokens loaded into blocks instead of computed"),
+    "saved_prefill_seconds": (
+        "highest_saved_s", "prefill of saved tokens, less the wait for their loads",
+    ),
+    "retrieved_bytes": ("retrieved_bytes", "bytes scattered into blocks of engines"),
+    "gathered_bytes": ("gathered_bytes", "bytes gathered from blocks of engines"),
+    "dropped_chunks": ("dropped_chunks", "chunks not stored because of --tenant-bytes"),
+    "stored_bytes": ("stored_bytes", "payload bytes written to Redis"),
+}  # fmt: skip
 _MOST_MISSES = 10
 
 
 def collector_of(agent: Agent) -> OwnerCollector:
-    return OwnerCollector(agent.loop.post, lambda: metrics_of(status_report(agent)))
+    def read() -> Iterator[Metric]:
+        yield from metrics_of(status_report(agent))
+        yield from tenants_of(agent.peers.tenants.rows())
+
+    return OwnerCollector(agent.loop.post, read)
 
 
 def page_of(agent: Agent, _: Mapping[str, Any], start: Any) -> list[bytes]:
@@ -109,3 +128,10 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
     for name, meaning in _OF_MODELS.items():
         used = {(model,): use[name] for model, use in status["models"].items()}
         yield labelled(CounterMetricFamily, f"model_{name}", meaning, ["model"], used)
+
+
+def tenants_of(rows: Mapping[str, TenantUse]) -> Iterator[Metric]:
+    """rows: by the value of the label."""
+    for name, (field, meaning) in _OF_TENANTS.items():
+        counted = {(tenant,): getattr(use, field) for tenant, use in rows.items()}
+        yield labelled(CounterMetricFamily, f"tenant_{name}", meaning, ["tenant"], counted)

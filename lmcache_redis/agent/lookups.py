@@ -55,6 +55,7 @@ class LookupJob:
         self._started_s = time.monotonic()
         self._deadline_s = self._started_s + agent.config.lookup_deadline_s
         self._compare_only = False
+        self._tenant = agent.peers.tenants.shown(question.tenant)
         self._chunk_tokens = agent.config.chunk_size_tokens
 
     def start(self) -> None:
@@ -180,6 +181,7 @@ class LookupJob:
             )
         pool, hashes = self._agent.cache.pool, self._question.hashes
         for (chunk, row), entry in found.parts.take().items():
+            entry.tenant = entry.tenant or self._tenant  # who is charged if it is written again
             first, *others = users[row]
             for part in others:
                 pool.pin(entry)
@@ -221,6 +223,7 @@ class LookupJob:
         """
         question, history = self._question, self._agent.sessions.history
         past = history.request((self._peer.engine_id, question.request_id))
+        past.tenant = self._tenant
         past.lookups += 1
         past.lookup = PastLookup(
             model=self._peer.hello.model_name,
@@ -245,10 +248,10 @@ class LookupJob:
         metrics.observe("lookup_seconds", took_s)
         if found.bound:
             metrics.observe("hit_chunks", found.bound)
-        use = self._agent.peers.use_of(self._peer.hello.model_name)
-        use.lookups += 1
-        use.lookup_tokens += chunks * self._chunk_tokens
-        use.hit_tokens += found.bound * self._chunk_tokens
+        for use in self._agent.peers.uses_of(self._peer.hello.model_name, self._tenant):
+            use.lookups += 1
+            use.lookup_tokens += chunks * self._chunk_tokens
+            use.hit_tokens += found.bound * self._chunk_tokens
 
 
 def chunk_tokens(agent: Agent, ranks: Sequence[Registration]) -> int:

@@ -18,6 +18,7 @@ from lmcache_redis.admin.names import shown_age, shown_bytes
 from lmcache_redis.agent import words
 from lmcache_redis.agent.sessions import PastRequest
 from lmcache_redis.metrics import COUNTERS
+from lmcache_redis.tenants import NONE
 
 REFRESH_S: Final = 5
 _STYLE: Final = """
@@ -87,6 +88,7 @@ _NONE_CONNECTED: Final = (
     '\'{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}\' on this node.'
 )
 _LAYOUT_DIGITS = 16
+_MOST_TENANTS = 20
 
 
 class Html(str):
@@ -118,7 +120,7 @@ As of {at} UTC; it reloads every {REFRESH_S} seconds.</p></header>
 <section><h2>Where chunks came from</h2>{_sources(report)}</section>
 <section><h2>Tiers</h2>{_tiers(report)}</section>
 <section><h2>Engines</h2>{_engines(report)}</section>
-<section><h2>Models</h2>{_models(report)}</section>
+<section><h2>Models</h2>{_models(report)}</section>{_tenants(report)}
 <div class="grid wide">
 <section><h2>Chunks not loaded</h2>{_reasons(report, "miss_")}</section>
 <section><h2>Chunks not stored</h2>{_reasons(report, "drop_")}</section>
@@ -270,6 +272,25 @@ def _models(report: Mapping[str, Any]) -> str:
     )
     titles = ("model", "hit rate ", "lookups ", "tokens not computed ", "prefill saved ")
     return _table(titles, rows, "none has asked for a prompt yet")
+
+
+def _tenants(report: Mapping[str, Any]) -> str:
+    """The largest; nothing while no request had one."""
+    tenants = report.get("tenants", {})
+    if not tenants.keys() - {NONE}:
+        return ""
+    rows = (
+        (
+            name,
+            words.percent(words.rate_of(use["hit_tokens"], use["lookup_tokens"])),
+            f"{use['lookup_tokens']:,}",
+            f"{use['saved_tokens']:,}",
+            shown_bytes(use["stored_bytes"]),
+        )
+        for name, use in [*tenants.items()][:_MOST_TENANTS]
+    )
+    titles = ("tenant", "hit rate ", "tokens asked for ", "not computed ", "written to Redis ")
+    return f"<section><h2>Tenants</h2>{_table(titles, rows, '')}</section>"
 
 
 def _reasons(report: Mapping[str, Any], kind: str) -> str:

@@ -26,6 +26,7 @@ from lmcache_redis.cache.pool import Entry, HostPool
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.errors import WireError
 from lmcache_redis.metrics import Metrics
+from lmcache_redis.tenants import NONE
 
 MAX_SESSIONS = 1 << 16
 MAX_CHUNKS = 1 << 32  # of a prompt
@@ -150,7 +151,10 @@ class PartCounts(msgspec.Struct):
 
 
 class PastRequest(msgspec.Struct):
-    """What became of a request: its last lookup, and the parts that were copied since."""
+    """What became of a request: its last lookup, and the parts that were copied since.
+
+    tenant: as `tenants.shown`.
+    """
 
     request_id: str
     engine_id: str
@@ -158,6 +162,7 @@ class PastRequest(msgspec.Struct):
     lookups: int = 0
     lookup: PastLookup | None = None
     parts: PartCounts = msgspec.field(default_factory=PartCounts)
+    tenant: str = NONE
 
 
 class RequestHistory:

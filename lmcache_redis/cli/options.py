@@ -111,6 +111,8 @@ def _option_of(setting: Setting) -> Any:
         f"[env: {setting.variable}; default: {setting.shown_default}]",
         metavar=None if is_flag else setting.shown_form,
     )
+    if setting.repeatable:
+        return Annotated[list[str] | None, option]
     return Annotated[(bool if is_flag else str) | None, option]
 
 

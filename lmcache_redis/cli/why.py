@@ -11,6 +11,7 @@ import typer
 
 from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, agent_at, print_found
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
+from lmcache_redis.tenants import NONE
 
 # By `first_miss.reason`. Most are the counters `miss_*` of `status`.
 REASONS = MappingProxyType(
@@ -129,6 +130,8 @@ def request_lines(report: Mapping[str, Any], now_s: float) -> Iterator[str]:
     began_s = request["began_s"]
     yield f"request {request['request_id']}"
     yield _row("engine", f"{request['engine_id']}, {_clock(began_s)}, {_ago(now_s - began_s)}")
+    if (tenant := request.get("tenant", NONE)) != NONE:
+        yield _row("tenant", tenant)
     if lookup is None:
         tokens = report["chunk_size_tokens"]
         yield _row(

@@ -171,6 +171,7 @@ class SchedulerClient:
         first_chunk: int = 0,
         token_s: float = 0.0,
         busy_s: float = 0.0,
+        tenant: str = "",
     ) -> None:
         """Starts a lookup, as LOOKUP says it, unless the request has one."""
         if request_id in self._lookups:
@@ -178,7 +179,8 @@ class SchedulerClient:
         hashes, chunk_tokens = tuple(hashes), self.chunk_size_tokens()
         begun, self._begun = tuple(self._begun), {}
         remote = self.ranks.remote()
-        question = m.Lookup(0, request_id, hashes, first_chunk, remote, token_s, busy_s, begun)
+        how = token_s, busy_s, begun, tenant
+        question = m.Lookup(0, request_id, hashes, first_chunk, remote, *how)
         (call,) = self.link.submit_all([question]) if hashes else self.link.lost(1)
         welcome = self.link.welcome
         deadline_s = time.monotonic() + _GRACE_S + (welcome.lookup_deadline_s if welcome else 0.0)

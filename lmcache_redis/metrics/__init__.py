@@ -162,6 +162,7 @@ DECLARED: Final = (
             device_error="chunks not stored because an engine's blocks could not be read",
             shutdown="chunks not stored because the agent was shut down",
             disk="chunks not written to disk: its queue was full, or the disk failed",
+            quota="chunks not stored because their tenant has used its --tenant-bytes",
         ),
     ),
     Declared(

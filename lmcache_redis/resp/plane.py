@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -29,6 +29,7 @@ from lmcache_redis import native
 from lmcache_redis.chunks.frame import STORE_ID_BYTES, ChunkFrame
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.chunks.names import claim_key, is_claim_key, stripe_key
+from lmcache_redis.resp.adding import add_each
 from lmcache_redis.resp.codecs import codec_of
 from lmcache_redis.resp.control import (
     Steps,
@@ -57,6 +58,7 @@ from lmcache_redis.tiers import (
     ExistsResult,
     FramesResult,
     KeysResult,
+    NumbersResult,
     PlaneState,
     PlaneStats,
     ReadDone,
@@ -94,6 +96,7 @@ class RedisPlane:
         self.deployment = parse_deployment(options)
         self._jobs = Jobs()
         self._nodes = DataNodes(self.deployment, options, self._jobs)
+        self.adds_up = False  # whether `add_up` is used
         # What servers evict and expire.
         self.removals = self._nodes.removals
 
@@ -155,8 +158,9 @@ class RedisPlane:
     @property
     def commands(self) -> tuple[Command, ...]:
         """Those that its user needs rights for, by the settings and by who listens now."""
-        routers = (Use.ROUTERS,) if self.removals.is_listening else ()
-        return needed((*uses_of(self.deployment, self.options.ttl_refresh), *routers))
+        uses = {Use.ROUTERS: self.removals.is_listening, Use.TENANTS: self.adds_up}
+        others = (use for use, is_used in uses.items() if is_used)
+        return needed((*uses_of(self.deployment, self.options.ttl_refresh), *others))
 
     def stats(self) -> PlaneStats:
         """Counts since the start, taken at one moment."""
@@ -293,6 +297,28 @@ class RedisPlane:
             self._nodes.ask_for_each(
                 steps, deadline, claims, lambda *_: None, is_urgent=False, is_write=True
             )
+
+    def add_up(
+        self,
+        keys: Sequence[bytes],
+        amounts: Mapping[bytes, int],
+        ttl_s: int,
+        deadline: float,
+        done: Done[NumbersResult],
+    ) -> None:
+        """The numbers under keys, after their amounts are added, after scans. Uses INCRBY.
+
+        A key expires ``ttl_s`` seconds after it is made. What of a server that has not answered was
+        added is not known.
+        """
+
+        def answer(outcome: CallOutcome, numbers: Sequence[int | None]) -> None:
+            done(NumbersResult(outcome, numbers if outcome is CallOutcome.DONE else ()))
+
+        steps = partial(add_each, amounts, ttl_s, self._nodes.note)
+        self._nodes.ask_for_each(
+            steps, deadline, keys, answer, is_urgent=False, is_write=bool(amounts)
+        )
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """The frames of the chunks, whatever their layout. Uses GETRANGE."""

@@ -52,7 +52,7 @@ def sent(server: RedisServer) -> set[str]:
 
 
 @pytest.mark.servers
-@pytest.mark.parametrize("uses", [(), (Use.TTL_REFRESH, Use.DATABASE, Use.ROUTERS)])
+@pytest.mark.parametrize("uses", [(), (Use.TTL_REFRESH, Use.DATABASE, Use.ROUTERS, Use.TENANTS)])
 def test_agents_send_what_is_listed(
     tmp_path: Path, server: RedisServer, uses: tuple[Use, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,6 +62,8 @@ def test_agents_send_what_is_listed(
     if refreshes := Use.TTL_REFRESH in uses:
         monkeypatch.setenv("LMCACHE_REDIS_TTL_S", "100")
         monkeypatch.setenv("LMCACHE_REDIS_TTL_REFRESH", "true")
+    if Use.TENANTS in uses:
+        monkeypatch.setenv("LMCACHE_REDIS_TENANT_BYTES", "team=1GiB,*=1GiB")
     url += "/3" if Use.DATABASE in uses else ""
     server.command("CONFIG", "RESETSTAT")
     with AgentServer(tmp_path / "agent", url) as agent, Engine(agent.endpoint) as engine:
@@ -69,10 +71,14 @@ def test_agents_send_what_is_listed(
             watched(engine)
         assert {*agent.status()["redis"]["commands"]} == {each.name for each in needed(uses)}
         assert agent.status()["redis"]["user"] == "agent"
+        engine.tenant = "team"
         engine.randomize(range(engine.num_blocks))
         engine.store("first", HASHES, BLOCKS)
         engine.store("epoch", [EPOCH + each for each in HASHES], BLOCKS)
         agent.wait_idle()
+        if Use.TENANTS in uses:
+            wait_until(lambda: agent.status()["tenants"]["team"]["used_bytes"], what="its account")
+            wait_until(lambda: "incrby" in sent(server), what="what is added")
         engine.scheduler.clear(EPOCH)
         wait_until(lambda: agent.counter("cleared_keys"), what="a cleared epoch")
         ControlClient(agent.endpoint).layouts("", "")

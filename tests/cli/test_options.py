@@ -72,6 +72,7 @@ VALUES = {
     "set_connections": "2",
     "network_threads": "2",
     "ttl_s": "3600",
+    "tenant_bytes": "team=1GiB,*=5MB",
     "copy_threads": "4",
     "device": "cpu",
     "canary_every": "50",
@@ -108,6 +109,7 @@ MEANT = AgentConfig(
     network_threads=2,
     ttl_s=3600,
     ttl_refresh=True,
+    tenant_bytes="team=1GiB,*=5MB",
     copy_threads=4,
     device="cpu",
     canary_every=50,
@@ -132,6 +134,11 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
     assert started == [MEANT]
     secrets = {"redis_password", "redis_sentinel_password"}
     assert settings_of(AgentConfig).keys() - VALUES.keys() == secrets | {"ttl_refresh"}
+
+
+def test_an_option_may_be_given_again(started: list[AgentConfig]) -> None:
+    assert run("--tenant-bytes", "team=1GiB", "--tenant-bytes", "*=5MB") == 0
+    assert started == [AgentConfig(tenant_bytes="team=1GiB,*=5MB")]
 
 
 def test_every_setting_has_its_variable(started: list[AgentConfig]) -> None:

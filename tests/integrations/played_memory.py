@@ -47,6 +47,7 @@ class Agent:
         first_chunk: int,
         token_s: float,
         busy_s: float,
+        tenant: str,
     ) -> None:
         if request_id in self._answers:
             return

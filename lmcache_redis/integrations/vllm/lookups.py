@@ -85,6 +85,7 @@ class PrefixLookups:
                 first_chunk=chunks.start,
                 token_s=0.0 if self._load_always else self.prefill.token_s,
                 busy_s=self.prefill.busy_s(time.monotonic()),
+                tenant=tracked.options.tenant,
             )
         began_s = time.monotonic()
         tokens = self._client.hit_tokens(request.request_id, wait_s=self._wait_budget_s)

@@ -27,6 +27,7 @@ class Use(enum.Enum):
     CLUSTER = "a Cluster"
     SENTINEL = "Sentinel"
     ROUTERS = "routers"
+    TENANTS = "--tenant-bytes"
 
 
 class Command(NamedTuple):
@@ -72,6 +73,9 @@ COMMANDS: Final = (
     ),
     Command(
         "getex", ("GETEX", KEY, "EX", _EXPIRES_S), "nothing is loaded", Use.TTL_REFRESH, True
+    ),
+    Command(
+        "incrby", ("INCRBY", KEY, 0), "no limit of a tenant is kept", Use.TENANTS
     ),
     Command(
         "scan", ("SCAN", "0", "MATCH", KEY, "COUNT", 1),
