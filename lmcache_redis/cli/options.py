@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import inspect
+import io
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from lmcache_redis.client.control import ControlClient
 
 _Command = Callable[..., None]
+# Of what is printed, for a terminal or a file of another encoding.
+_PLAIN = {"\u2588": "#", "\u2591": ".", "\u2026": "~"}
 
 # Options of the commands that use a server or an agent, named as their parameters are.
 # `config_from` and `tools_endpoint` read the variables.
@@ -112,6 +116,21 @@ def _option_of(setting: Setting) -> Any:
         metavar=None if is_flag else setting.shown_form,
     )
     return Annotated[(bool if is_flag else str) | None, option]
+
+
+def print_in_any_encoding() -> None:
+    """What stdout cannot encode is printed plainly: bars in ASCII, letters as escapes."""
+
+    def plain(error: UnicodeError) -> tuple[str | bytes, int]:
+        if isinstance(error, UnicodeEncodeError) and (
+            found := _PLAIN.get(error.object[error.start])
+        ):
+            return found, error.start + 1
+        return codecs.backslashreplace_errors(error)
+
+    codecs.register_error("lmcache_redis_plain", plain)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="lmcache_redis_plain")
 
 
 def agent_at(endpoint: str | None, timeout_s: float) -> ControlClient:
