@@ -69,6 +69,13 @@ tr:last-child td { border-bottom: 0; padding-bottom: 0; }
 footer { margin-top: 18px; color: var(--soft); font-size: 12.5px; }
 """
 _STYLE_HASH = b64encode(sha256(_STYLE.encode()).digest()).decode()
+# Of all that names what engines serve: no other site may use it, nothing keeps it.
+PRIVATE: Final = (
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Cache-Control", "no-store"),
+)
 HEADERS: Final = (
     ("Content-Type", "text/html; charset=utf-8"),
     (
@@ -76,10 +83,7 @@ HEADERS: Final = (
         f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; img-src data:; base-uri 'none'; "
         "form-action 'none'; frame-ancestors 'none'",
     ),
-    ("X-Content-Type-Options", "nosniff"),
-    ("Referrer-Policy", "no-referrer"),
-    ("Cross-Origin-Resource-Policy", "same-origin"),
-    ("Cache-Control", "no-store"),
+    *PRIVATE,
 )
 _TIER_NAMES: Final = {"host": "host pool", "disk": "disk", "redis": "Redis"}
 _NONE_CONNECTED: Final = (
@@ -87,6 +91,11 @@ _NONE_CONNECTED: Final = (
     '\'{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}\' on this node.'
 )
 _LAYOUT_DIGITS = 16
+_WHY: Final = "<code>lmcache-redis why REQUEST</code> says more of each."
+_WHY_HIDDEN: Final = (
+    "<code>lmcache-redis why --list</code> has their ids; this page too with "
+    "<code>--expose-requests</code>."
+)
 
 
 class Html(str):
@@ -95,8 +104,13 @@ class Html(str):
     __slots__ = ()
 
 
-def page(report: Mapping[str, Any], misses: Sequence[PastRequest], now_s: float) -> str:
-    """report: a STATUS document. misses: the last ones, the newest first. now_s: `time.time()`."""
+def page(
+    report: Mapping[str, Any], misses: Sequence[PastRequest], now_s: float, exposed: bool
+) -> str:
+    """report: a STATUS document. misses: the last ones, the newest first. now_s: `time.time()`.
+
+    exposed: whether ids of requests are shown.
+    """
     at = time.strftime("%H:%M:%S", time.gmtime(now_s))
     return f"""\
 <!DOCTYPE html>
@@ -123,10 +137,11 @@ As of {at} UTC; it reloads every {REFRESH_S} seconds.</p></header>
 <section><h2>Chunks not loaded</h2>{_reasons(report, "miss_")}</section>
 <section><h2>Chunks not stored</h2>{_reasons(report, "drop_")}</section>
 </div>
-<section><h2>Last misses</h2>{_misses(misses, now_s)}
-<p class="soft"><code>lmcache-redis why REQUEST</code> says more of each.</p></section>
+<section><h2>Last misses</h2>{_misses(misses, now_s, exposed)}
+<p class="soft">{_WHY if exposed else _WHY_HIDDEN}</p></section>
 <footer>Counted since the start of this agent. <a href="/metrics">/metrics</a> for Prometheus,
-<a href="/healthz">/healthz</a> for probes.</footer>
+<a href="/healthz">/healthz</a> for probes,
+<a href="/status.json">/status.json</a> for programs.</footer>
 </body>
 </html>
 """
@@ -280,11 +295,11 @@ def _reasons(report: Mapping[str, Any], kind: str) -> str:
     return _table(("reason", "chunks ", "what it means"), rows, "none")
 
 
-def _misses(misses: Sequence[PastRequest], now_s: float) -> str:
+def _misses(misses: Sequence[PastRequest], now_s: float, exposed: bool) -> str:
     rows = (
         (
             f"{shown_age(max(0.0, now_s - past.at_s))} ago",
-            _code(each.request_id),
+            *([_code(each.request_id)] if exposed else []),
             past.model,
             f"{past.found_chunks:,} of {past.asked_chunks:,}",
             COUNTERS.get(f"miss_{miss.reason}", ", ".join(miss.because) or miss.reason),
@@ -292,4 +307,5 @@ def _misses(misses: Sequence[PastRequest], now_s: float) -> str:
         for each in misses
         if (past := each.lookup) is not None and (miss := past.first_miss) is not None
     )
-    return _table(("when", "request", "model", "chunks hit ", "why"), rows, "none yet")
+    titles = ("when", *(["request"] if exposed else []), "model", "chunks hit ", "why")
+    return _table(titles, rows, "none yet")

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from lmcache_redis.config import ENDPOINT_VARIABLE, SEAL_KEY_FILE_VARIABLE, tools_endpoint
+from lmcache_redis.errors import ConfigError
 from lmcache_redis.settings import PREFIX, Setting, settings_of
 
 if TYPE_CHECKING:
     from lmcache_redis.client.control import ControlClient
+    from lmcache_redis.client.http import HttpAgent
 
 _Command = Callable[..., None]
 # Of what is printed, for a terminal or a file of another encoding.
@@ -53,6 +55,13 @@ Endpoint = Annotated[
     typer.Option(
         metavar="ipc://PATH",
         help=f"The agent's endpoint. [env: {ENDPOINT_VARIABLE}; default: the agent's default]",
+    ),
+]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        metavar="http://HOST:PORT",
+        help="Ask an agent over HTTP, at its --metrics address, instead of --endpoint.",
     ),
 ]
 Timeout = Annotated[float, typer.Option(help="Deadline for the answer.")]
@@ -138,6 +147,19 @@ def agent_at(endpoint: str | None, timeout_s: float) -> ControlClient:
     from lmcache_redis.client.control import ControlClient
 
     return ControlClient(endpoint or tools_endpoint(), timeout_s)
+
+
+def agent_anywhere(
+    endpoint: str | None, url: str | None, timeout_s: float
+) -> ControlClient | HttpAgent:
+    """What asks an agent at a URL, else as `agent_at`. Raises ``ConfigError`` for both."""
+    if url is None:
+        return agent_at(endpoint, timeout_s)
+    if endpoint is not None:
+        raise ConfigError("--url and --endpoint both name an agent: give one of them")
+    from lmcache_redis.client.http import HttpAgent
+
+    return HttpAgent(url, timeout_s)
 
 
 def print_found(as_json: bool, found: Any, lines: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, agent_at
+from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, Url, agent_anywhere
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,11 +27,12 @@ def status(
         typer.Option("--all", help="Also engines, queues, canaries, and every counter with zeros."),
     ] = False,
     endpoint: Endpoint = None,
+    url: Url = None,
     timeout_s: Timeout = 2.0,
     as_json: AsJson = False,
 ) -> None:
     """Show hit rate, what was saved, tiers, engines, and what is wrong, in about ten lines."""
-    report = agent_at(endpoint, timeout_s).status()
+    report = agent_anywhere(endpoint, url, timeout_s).status()
     if as_json:
         print(json.dumps(report, indent=2))
         return

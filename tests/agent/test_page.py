@@ -59,7 +59,7 @@ class Text(HTMLParser):
 
 
 def shown(**changed: Any) -> str:
-    return Text(page({**STATUS, **changed}, [], NOW_S)).text
+    return Text(page({**STATUS, **changed}, [], NOW_S, False)).text
 
 
 def test_it_says_what_the_cache_is_worth() -> None:
@@ -125,13 +125,17 @@ def test_names_of_others_are_text() -> None:
         at_s=NOW_S - 90, model=EVIL, first_chunk=0, asked_chunks=4, chunk_tokens=64, found_chunks=1,
         first_miss=FirstMiss(1, 64, EVIL, (), ""),
     )  # fmt: skip
-    html = page(status, [PastRequest(EVIL, "engine", NOW_S, 1, miss)], NOW_S)
+    html = page(status, [PastRequest(EVIL, "engine", NOW_S, 1, miss)], NOW_S, True)
     found = Text(html)
     assert not {"script", "img"} & {*found.tags}
     assert found.text.count(" ".join(EVIL.split())) == 30
     assert "90 s ago" in found.text
     assert "1 of 4" in found.text
     assert "lmcache-redis why REQUEST says more of each." in found.text
+    hidden = Text(page(STATUS, [PastRequest("an-id", "engine", NOW_S, 1, miss)], NOW_S, False)).text
+    assert "1 of 4" in hidden
+    assert "an-id" not in hidden
+    assert "this page too with --expose-requests" in hidden
 
 
 @pytest.mark.servers
@@ -140,7 +144,9 @@ def test_an_agent_has_one_in_a_browser(tmp_path: Path, redis_server: RedisServer
     image = pytest.importorskip("PIL.Image")
     prompt = block_hashes("a prompt", 16)
     with (
-        AgentServer(tmp_path / "agent", redis_server.unix_url, metrics="127.0.0.1:0") as agent,
+        AgentServer(
+            tmp_path / "agent", redis_server.unix_url, metrics="127.0.0.1:0", expose_requests=True
+        ) as agent,
         Engine(agent.endpoint, model_name="org/model <b>") as engine,
     ):
         engine.store("first", prompt, range(16))
@@ -175,11 +181,11 @@ def test_the_browser_asks_again_by_itself(tmp_path: Path, monkeypatch: pytest.Mo
     def answer(_: object, start: Callable[..., None]) -> list[bytes]:
         asked.append(None)
         start("200 OK", [*HEADERS])
-        return [page(STATUS, [], NOW_S).encode()]
+        return [page(STATUS, [], NOW_S, False).encode()]
 
     owner = OwnerCollector(lambda action: action(), list)
     with (
-        serve_metrics(("127.0.0.1", 0), owner, owner, answer) as port,
+        serve_metrics(("127.0.0.1", 0), owner, owner, {"/": answer}) as port,
         browser.open(f"http://127.0.0.1:{port}/"),
     ):
         wait_until(lambda: len(asked) >= 2, what="another request for the page")
