@@ -19,6 +19,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent, status_report
+from lmcache_redis.agent.history import SAMPLE_S, History, Minute
 from lmcache_redis.agent.page import HEADERS, PRIVATE, page
 from lmcache_redis.agent.peers import Reply
 from lmcache_redis.agent.sessions import PastRequest
@@ -53,15 +54,27 @@ def collector_of(agent: Agent) -> OwnerCollector:
 
 
 def pages_of(agent: Agent, ask: _Ask) -> dict[str, WsgiApp]:
-    """By path. ask: answers a question of a tool, on the loop. Each may raise `NoReading`."""
-    exposed = agent.config.expose_requests
+    """By path. Each may raise `NoReading`. The loop keeps an hour for the page from now on.
+
+    ask: answers a question of a tool, on the loop.
+    """
+    exposed, history, metrics = agent.config.expose_requests, History(), agent.cache.metrics
+
+    def sample() -> None:
+        history.take(metrics.snapshot(), time.monotonic())
+
+    sample()
+    agent.loop.every(SAMPLE_S, sample)
 
     def for_people(_: Mapping[str, Any], start: Any) -> list[bytes]:
-        status, misses = read_on(
-            agent.loop.post, lambda: (status_report(agent), last_misses(agent))
-        )
+        status, hour, misses = read_on(agent.loop.post, read)
         start("200 OK", [*HEADERS])
-        return [page(status, misses, time.time(), exposed).encode("utf-8", "replace")]
+        return [page(status, hour, misses, time.time(), exposed).encode("utf-8", "replace")]
+
+    def read() -> tuple[dict[str, Any], list[Minute], list[PastRequest]]:
+        status = status_report(agent)
+        hour = history.minutes(status["counters"], time.monotonic())
+        return status, hour, last_misses(agent)
 
     def status_json(_: Mapping[str, Any], start: Any) -> list[bytes]:
         return answer(start, m.Status(1))
