@@ -300,6 +300,9 @@ class AgentConfig(TierSettings):
         1000,
         (0, 1_000_000_000),
     )
+    expose_requests: bool = setting(
+        "serve ids of requests at --metrics: /why.json, and the last misses of the page", False
+    )
     record: str | None = setting(
         "file to record names, sizes and times of chunks in, for `lmcache-redis plan`; no tokens",
         None,

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import zmq
@@ -118,7 +117,7 @@ def run_agent(config: AgentConfig, file: SettingsFile | None = None) -> int:
             gc.freeze()  # what exists now lives as long as the agent: the collector skips it
             gc.set_threshold(*_GC_THRESHOLDS)
             if config.metrics is not None:
-                stack.enter_context(_exporter(config.metrics, agent))
+                stack.enter_context(_exporter(config.metrics, agent, service))
             _log_ready(config, plane, started_s)
             _prefault(stack, arena, lambda: len(agent.sessions) > 0)
             agent.loop.post(lambda: manager.ready(status))
@@ -155,14 +154,16 @@ def _no_traceback() -> Iterator[None]:
         raise StartError(said) from error
 
 
-def _exporter(address: str, agent: Agent) -> contextlib.AbstractContextManager[object]:
+def _exporter(
+    address: str, agent: Agent, service: Service
+) -> contextlib.AbstractContextManager[object]:
     # Most agents have none: an HTTP server is not worth its imports then.
-    from lmcache_redis.agent.exported import collector_of, page_of
+    from lmcache_redis.agent.exported import collector_of, pages_of
     from lmcache_redis.metrics.exporter import serve_metrics
 
     counted = agent.cache.metrics.registry
-    owner = collector_of(agent)
-    return serve_metrics(parse_address(address), owner, counted, partial(page_of, agent))
+    owner, pages = collector_of(agent), pages_of(agent, service.ask)
+    return serve_metrics(parse_address(address), owner, counted, pages)
 
 
 def _arena(config: AgentConfig) -> Arena:

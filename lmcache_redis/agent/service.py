@@ -100,6 +100,13 @@ class Service:
         while not self._stopping and self._agent.copies.lost is None:
             self._turn(math.inf)
 
+    def ask(self, question: m.Question, reply: Reply) -> None:
+        """Answers a question of a tool that has not come through the socket. On the loop.
+
+        Raises ``LMCacheRedisError``.
+        """
+        self._handlers.answer(None, question, reply)
+
     def drain(self, deadline_s: float) -> float:
         """Ends what is in flight, until ``deadline_s`` (`time.monotonic()`); forgets all peers.
 

@@ -15,9 +15,18 @@ import typer
 
 from lmcache_redis import __version__
 from lmcache_redis.cli import admin
-from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, agent_at, fail, takes_options_of
+from lmcache_redis.cli.options import (
+    AsJson,
+    Endpoint,
+    Timeout,
+    agent_at,
+    fail,
+    print_in_any_encoding,
+    takes_options_of,
+)
 from lmcache_redis.cli.plan import plan
 from lmcache_redis.cli.size import size
+from lmcache_redis.cli.status import status
 from lmcache_redis.cli.top import top
 from lmcache_redis.cli.why import why
 from lmcache_redis.compat.gateway.config import GatewayConfig
@@ -154,20 +163,6 @@ def settings(
 
 
 @app.command()
-def status(endpoint: Endpoint = None, timeout_s: Timeout = 2.0, as_json: AsJson = False) -> None:
-    """Show hit rates, what was saved, what the agent holds, and all counters."""
-    from lmcache_redis.cli.shown import console, status_tables
-
-    report = agent_at(endpoint, timeout_s).status()
-    if as_json:
-        print(json.dumps(report, indent=2))
-        return
-    out = console()
-    for table in status_tables(report):
-        out.print(table)
-
-
-@app.command()
 def ping(endpoint: Endpoint = None, timeout_s: Timeout = 2.0, as_json: AsJson = False) -> None:
     """Check that the agent answers, and show the round trip."""
     pong, took_s = agent_at(endpoint, timeout_s).ping()
@@ -187,6 +182,7 @@ def trust(endpoint: Endpoint = None, timeout_s: Timeout = 2.0, as_json: AsJson =
     print(json.dumps({"layouts": count}) if as_json else f"layouts trusted again: {count}")
 
 
+app.command()(status)
 app.command()(top)
 app.command()(why)
 app.command()(admin.inspect)
@@ -213,6 +209,7 @@ def run() -> None:
 
     With `--json` the sentence is in a JSON object.
     """
+    print_in_any_encoding()
     try:
         status = app(prog_name="lmcache-redis", standalone_mode=False)
         sys.exit(status if isinstance(status, int) else 0)

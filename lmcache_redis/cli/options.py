@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import inspect
+import io
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -11,12 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from lmcache_redis.config import ENDPOINT_VARIABLE, SEAL_KEY_FILE_VARIABLE, tools_endpoint
+from lmcache_redis.errors import ConfigError
 from lmcache_redis.settings import PREFIX, Setting, settings_of
 
 if TYPE_CHECKING:
     from lmcache_redis.client.control import ControlClient
+    from lmcache_redis.client.http import HttpAgent
 
 _Command = Callable[..., None]
+# Of what is printed, for a terminal or a file of another encoding.
+_PLAIN = {"\u2588": "#", "\u2591": ".", "\u2026": "~"}
 
 # Options of the commands that use a server or an agent, named as their parameters are.
 # `config_from` and `tools_endpoint` read the variables.
@@ -49,6 +55,13 @@ Endpoint = Annotated[
     typer.Option(
         metavar="ipc://PATH",
         help=f"The agent's endpoint. [env: {ENDPOINT_VARIABLE}; default: the agent's default]",
+    ),
+]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        metavar="http://HOST:PORT",
+        help="Ask an agent over HTTP, at its --metrics address, instead of --endpoint.",
     ),
 ]
 Timeout = Annotated[float, typer.Option(help="Deadline for the answer.")]
@@ -116,11 +129,39 @@ def _option_of(setting: Setting) -> Any:
     return Annotated[(bool if is_flag else str) | None, option]
 
 
+def print_in_any_encoding() -> None:
+    """What stdout cannot encode is printed plainly: bars in ASCII, letters as escapes."""
+
+    def plain(error: UnicodeError) -> tuple[str | bytes, int]:
+        if isinstance(error, UnicodeEncodeError) and (
+            found := _PLAIN.get(error.object[error.start])
+        ):
+            return found, error.start + 1
+        return codecs.backslashreplace_errors(error)
+
+    codecs.register_error("lmcache_redis_plain", plain)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="lmcache_redis_plain")
+
+
 def agent_at(endpoint: str | None, timeout_s: float) -> ControlClient:
     """What asks the agent at an endpoint, or at the default one."""
     from lmcache_redis.client.control import ControlClient
 
     return ControlClient(endpoint or tools_endpoint(), timeout_s)
+
+
+def agent_anywhere(
+    endpoint: str | None, url: str | None, timeout_s: float
+) -> ControlClient | HttpAgent:
+    """What asks an agent at a URL, else as `agent_at`. Raises ``ConfigError`` for both."""
+    if url is None:
+        return agent_at(endpoint, timeout_s)
+    if endpoint is not None:
+        raise ConfigError("--url and --endpoint both name an agent: give one of them")
+    from lmcache_redis.client.http import HttpAgent
+
+    return HttpAgent(url, timeout_s)
 
 
 def print_found(as_json: bool, found: Any, lines: Iterable[str]) -> None:

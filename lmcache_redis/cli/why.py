@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, agent_at, print_found
+from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, Url, agent_anywhere, print_found
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 from lmcache_redis.tenants import NONE
 
@@ -65,6 +65,7 @@ def why(
     ] = None,
     most: Annotated[int, typer.Option(min=1, max=4096, help="Requests that --list shows.")] = 20,
     endpoint: Endpoint = None,
+    url: Url = None,
     timeout_s: Timeout = 5.0,
     as_json: AsJson = False,
 ) -> None:
@@ -80,7 +81,7 @@ def why(
     """
     if sum((request is not None, last, as_list, layouts is not None)) != 1:
         raise ConfigError("give one of REQUEST_ID, --last, --list and --layouts A B")
-    agent = agent_at(endpoint, timeout_s)
+    agent = agent_anywhere(endpoint, url, timeout_s)
     if layouts is not None:
         wanted = [each.strip().lower() for each in layouts]
         compared = compare(agent.layouts(*wanted), *wanted)

@@ -84,6 +84,7 @@ VALUES = {
     "record": "/var/tmp/requests.jsonl",
     "record_size": "256MiB",
 }
+FLAGS = {"ttl_refresh", "expose_requests"}
 MEANT = AgentConfig(
     endpoint="ipc:///run/test/agent.sock",
     redis_url="redis://cache:6379/2",
@@ -118,6 +119,7 @@ MEANT = AgentConfig(
     log_level="warning",
     log_format="json",
     metrics="[::1]:9464",
+    expose_requests=True,
     record="/var/tmp/requests.jsonl",
     record_size=256 << 20,
 )
@@ -130,10 +132,10 @@ def test_without_options_the_defaults_hold(started: list[AgentConfig]) -> None:
 
 def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
     words = [word for name, value in VALUES.items() for word in (option_name(name), value)]
-    assert run(*words, "--ttl-refresh") == 0
+    assert run(*words, "--ttl-refresh", "--expose-requests") == 0
     assert started == [MEANT]
     secrets = {"redis_password", "redis_sentinel_password"}
-    assert settings_of(AgentConfig).keys() - VALUES.keys() == secrets | {"ttl_refresh"}
+    assert settings_of(AgentConfig).keys() - VALUES.keys() == secrets | FLAGS
 
 
 def test_an_option_may_be_given_again(started: list[AgentConfig]) -> None:
@@ -144,14 +146,16 @@ def test_an_option_may_be_given_again(started: list[AgentConfig]) -> None:
 def test_every_setting_has_its_variable(started: list[AgentConfig]) -> None:
     known = settings_of(AgentConfig)
     variables = {known[name].variable: value for name, value in VALUES.items()}
-    assert run(env={**variables, "LMCACHE_REDIS_TTL_REFRESH": "true"}) == 0
+    assert run(env={**variables, **{known[name].variable: "true" for name in FLAGS}}) == 0
     assert started == [MEANT]
 
 
 def test_every_setting_has_its_line(started: list[AgentConfig], tmp_path: Path) -> None:
     path = tmp_path / "agent.conf"
     lines = [f"{option_name(name)[2:]} = {value} # why" for name, value in VALUES.items()]
-    path.write_text("\n".join([*lines, "ttl-refresh = true"]), encoding="utf-8")
+    path.write_text(
+        "\n".join([*lines, "ttl-refresh = true", "expose-requests = true"]), encoding="utf-8"
+    )
     assert run("--config", str(path)) == 0
     assert run(env={"LMCACHE_REDIS_CONFIG": str(path)}) == 0
     assert started == [MEANT, MEANT]
