@@ -27,7 +27,14 @@ from lmcache_redis.cli.options import (
     fail,
     print_found,
 )
-from lmcache_redis.cli.size import KvCacheDtype, PrefillRate, PromptTokens, Ranks, model_name
+from lmcache_redis.cli.size import (
+    MODEL_HELP,
+    KvCacheDtype,
+    PrefillRate,
+    PromptTokens,
+    Ranks,
+    Revision,
+)
 from lmcache_redis.config import AgentConfig, endpoint_path, tools_endpoint
 from lmcache_redis.errors import ConfigError, RedisError
 from lmcache_redis.sources import config_from
@@ -196,14 +203,20 @@ def doctor(
         ),
     ] = True,
     model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Directory of the model, or its config.json.")
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help=f"{MODEL_HELP}, or its config.json.",
+            show_default="of the agent's engines, else as stored",
+        ),
     ] = None,
+    revision: Revision = "main",
     kv_bytes_per_token: Annotated[
         int | None,
         typer.Option(
             min=1,
             help="Of a model, instead of --model.",
-            show_default="of the chunks in Redis, else 131072, of an 8B model",
+            show_default="as of --model, else 131072, of an 8B model",
         ),
     ] = None,
     prompt_tokens: PromptTokens = 8192,
@@ -235,7 +248,7 @@ def doctor(
     from lmcache_redis.admin.doctor import examine
     from lmcache_redis.admin.facts import Need
     from lmcache_redis.admin.rules import Severity
-    from lmcache_redis.admin.sizes.families import read_config
+    from lmcache_redis.admin.sizes.configs import find_model
     from lmcache_redis.admin.sizes.sizing import SizeOptions, size_model
     from lmcache_redis.client.control import AgentUnreachable
 
@@ -249,7 +262,7 @@ def doctor(
             prompt_tokens=prompt_tokens,
             prefill_tokens_per_s=prefill_tokens_per_s,
         )
-        size = size_model(read_config(model), model_name(model), options)
+        size = size_model(*find_model(model, revision), options)
         need = replace(
             need,
             kv_bytes_per_token=max(1, size.bytes_per_token),
