@@ -256,10 +256,10 @@ def _table(title: str, rows: Sequence[PlanRow]) -> Any:
     """Of the columns that differ between rows, and of all that the rows have found."""
     from rich.table import Table
 
-    from lmcache_redis.plan.figures import enough
+    from lmcache_redis.plan.figures import best_row
     from lmcache_redis.plan.shown import COLUMNS
 
-    best = enough(rows)
+    best = best_row(rows)
     always = {"pool GiB", "Redis GiB", "hit rate", "GPU s saved", "$ a month"}
     table, kept = Table(title=title), []
     for column, text in COLUMNS.items():
