@@ -24,7 +24,9 @@ from lmcache_redis.cli.options import (
     RedisUsername,
     SealKeyFile,
     agent_at,
+    choice,
     fail,
+    number,
     print_found,
 )
 from lmcache_redis.cli.size import (
@@ -117,17 +119,22 @@ def inspect(
 
 def purge(
     model: Annotated[
-        list[str] | None, typer.Option(help="Chunks of this model; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Chunks of this model; repeatable."),
     ] = None,
     layout: Annotated[
         list[str] | None,
-        typer.Option(help="Chunks of this layout, as `status` and `inspect` show it; repeatable."),
+        typer.Option(
+            metavar="LAYOUT",
+            help="Chunks of this layout, as `status` and `inspect` show it; repeatable.",
+        ),
     ] = None,
     idle_longer_than: Annotated[
-        str | None, typer.Option(help="Chunks not used for this long: 12h, 7d, 2w.")
+        str | None,
+        typer.Option(metavar="AGE", help="Chunks not used for this long: 12h, 7d, 2w."),
     ] = None,
     stored_longer_than: Annotated[
-        str | None, typer.Option(help="Chunks stored longer ago than this.")
+        str | None, typer.Option(metavar="AGE", help="Chunks stored longer ago than this.")
     ] = None,
     everything: Annotated[
         bool, typer.Option("--everything", help="All chunks under the key prefix.")
@@ -137,7 +144,8 @@ def purge(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     keys_per_second: Annotated[
-        float, typer.Option(help="Remove at most this many keys a second.")
+        float,
+        number("--keys-per-second", float, (1, 1_000_000), "Remove at most this many a second."),
     ] = 2000,
     redis_url: RedisUrl = None,
     redis_username: RedisUsername = None,
@@ -167,10 +175,6 @@ def purge(
         stored_longer_than_s=read_age("--stored-longer-than", stored_longer_than),
         everything=everything,
     )
-    if not 1 <= keys_per_second <= 1_000_000:
-        raise ConfigError(
-            f"--keys-per-second is {keys_per_second:g}: set it to between 1 and 1000000"
-        )
     if not (yes or dry_run or sys.stdin.isatty()):
         raise ConfigError(
             "there is no terminal to ask on: give --yes to remove without asking, or --dry-run"
@@ -213,9 +217,11 @@ def doctor(
     revision: Revision = "main",
     kv_bytes_per_token: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Of a model, instead of --model.",
+        number(
+            "--kv-bytes-per-token",
+            int,
+            (1, 1 << 40),
+            "Of a model, instead of --model.",
             show_default="as of --model, else 131072, of an 8B model",
         ),
     ] = None,
@@ -224,7 +230,8 @@ def doctor(
     tp: Ranks = 1,
     kv_cache_dtype: KvCacheDtype = "auto",
     fail_on: Annotated[
-        FailOn, typer.Option(help="Least serious finding with which the exit status is 1.")
+        FailOn,
+        choice("--fail-on", FailOn, "Least serious finding with which the exit status is 1."),
     ] = FailOn.warning,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Leave out what is as it should be.")

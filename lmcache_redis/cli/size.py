@@ -6,23 +6,27 @@ from typing import Annotated
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, print_found
+from lmcache_redis.cli.options import AsJson, number, print_found
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.settings import parse_size
 
 # Less was meant in another unit.
 _LEAST_MEMORY_BYTES = 1 << 20
+# Of a prompt, and of what is computed in a second.
+MOST_TOKENS = 10**9
 
 MODEL_HELP = "As for `vllm serve`: a name in the local Hugging Face cache, or a directory"
 PromptTokens = Annotated[
-    int, typer.Option("--prompt-tokens", min=1, help="Length of a usual prompt.")
+    int, number("--prompt-tokens", int, (1, MOST_TOKENS), "Length of a usual prompt.")
 ]
 PrefillRate = Annotated[
     float,
-    typer.Option("--prefill-tokens-per-s", min=1, help="Prefill rate of all engines together."),
+    number(
+        "--prefill-tokens-per-s", float, (1, MOST_TOKENS), "Prefill rate of all engines together."
+    ),
 ]
-Ranks = Annotated[int, typer.Option("--tp", min=1, max=255, help="vLLM's --tensor-parallel-size.")]
-Revision = Annotated[str, typer.Option(metavar="NAME", help="vLLM's option.")]
+Ranks = Annotated[int, number("--tp", int, (1, 255), "vLLM's --tensor-parallel-size.")]
+Revision = Annotated[str, typer.Option("--revision", metavar="NAME", help="vLLM's option.")]
 KvCacheDtype = Annotated[
     str,
     typer.Option(
@@ -48,8 +52,12 @@ def size(
     mamba_ssm_cache_dtype: Annotated[
         str, typer.Option(metavar="TYPE", help="vLLM's option.")
     ] = "auto",
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="vLLM's option.")] = 8192,
-    chunk_size_tokens: Annotated[int, typer.Option(min=1, help="The agents' option.")] = 256,
+    max_num_batched_tokens: Annotated[
+        int, number("--max-num-batched-tokens", int, (1, MOST_TOKENS), "vLLM's option.")
+    ] = 8192,
+    chunk_size_tokens: Annotated[
+        int, number("--chunk-size-tokens", int, (1, MOST_TOKENS), "The agents' option.")
+    ] = 256,
     as_json: AsJson = False,
 ) -> None:
     """Show how much KV a model makes a token, how much of it fits, and how fast Redis must be.

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, agent_at, print_found
+from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, agent_at, number, print_found
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 
 # By `first_miss.reason`. Most are the counters `miss_*` of `status`.
@@ -62,7 +62,7 @@ def why(
             show_default=False,
         ),
     ] = None,
-    most: Annotated[int, typer.Option(min=1, max=4096, help="Requests that --list shows.")] = 20,
+    most: Annotated[int, number("--most", int, (1, 4096), "Requests that --list shows.")] = 20,
     endpoint: Endpoint = None,
     timeout_s: Timeout = 5.0,
     as_json: AsJson = False,
