@@ -214,7 +214,7 @@ def test_rows_tell_tokens_times_link_and_money() -> None:
     assert best_row([without]) is None
 
 
-def test_the_best_row_nets_the_most_or_else_is_the_cheapest_that_is_near() -> None:
+def test_the_best_row_is_by_dollars_or_else_by_hit_rate() -> None:
     trace = trace_of("abcd", "efgh", "abcd", every_s=100.0)
     grid = Grid([1], [10], [4 * CHUNK_BYTES], [0], [0, 10_000])
     prices = Prices(gib_month=float(1 << 30), gpu_hour=3600.0)
