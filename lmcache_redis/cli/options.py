@@ -112,7 +112,8 @@ _ConfigFile = Annotated[
         envvar=f"{PREFIX}CONFIG",
         show_envvar=False,
         help="File with settings, one NAME = VALUE a line, named as these options; # begins a "
-        f"comment. Options and the environment take precedence. [env: {PREFIX}CONFIG]",
+        "comment. Of a name that ends in .toml it is TOML. Options and the environment take "
+        f"precedence. [env: {PREFIX}CONFIG]",
     ),
 ]
 _Check = Annotated[
