@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from tests.engines import fork_server
 from tests.harness import WAIT_S, wait_until
 
 ROOT = Path(__file__).parents[2]
+PROVED_TOKENS = 1024  # as docs/does-it-work.md says
 
 
 @pytest.fixture
@@ -68,11 +70,15 @@ def proof(server: ApiServer) -> str:
     assert recipe is not None
     words = recipe[1].replace("localhost:8000", f"127.0.0.1:{server.port}")
     words = words.replace('"MODEL"', '"demo"')
-    done = subprocess.run(["bash", "-c", words], capture_output=True, text=True, check=True)
+    env = {**os.environ, "no_proxy": "*"}
+    done = subprocess.run(
+        ["bash", "-c", words], env=env, capture_output=True, text=True, check=True
+    )
 
     def is_kept() -> bool:
         now = agent.status()["counters"]
-        return any(now[name] > before[name] for name in ("stored_chunks", "retrieved_chunks"))
+        grown = [now[name] - before[name] for name in ("stored_chunks", "retrieved_chunks")]
+        return max(grown) >= PROVED_TOKENS // 256
 
     wait_until(is_kept, "the prompt in the cache")
     wait_until(lambda: not any(agent.status()["queues"].values()), "all of it in Redis")
@@ -102,7 +108,8 @@ def test_the_demo_shows_what_it_promises(
     if find_smollm2() is None:
         pytest.skip("needs SmolLM2, which scripts/setup fetches")
     proofs: list[str] = []
-    start(ApiServer, ForkedServer, proofs=proofs)
+    has_curl = shutil.which("curl") is not None
+    start(ApiServer, ForkedServer, proofs=proofs if has_curl else None)
     output_dir, has_prometheus = tmp_path / "out", find("prometheus") is not None
     status = run.run_demo(output_dir, 2, 640, 16, metrics=has_prometheus)
     said = capsys.readouterr()
@@ -118,7 +125,7 @@ def test_the_demo_shows_what_it_promises(
     assert first != second
     assert "answers identical: yes" in said.out
     assert "saved: 1,024 of" in said.out
-    assert proofs == ['"cached_tokens":0\n', '"cached_tokens":1024\n']
+    assert not has_curl or proofs == [f'"cached_tokens":{n}\n' for n in (0, PROVED_TOKENS)]
 
 
 @pytest.mark.long
