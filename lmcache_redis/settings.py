@@ -144,7 +144,7 @@ class Setting:
                 f"{self.option} is {value!r}: choose one of {', '.join(self.choices)}"
             )
         elif type(value).__name__ != self.kind:
-            what = "true or false" if self.kind == "bool" else f"a {self.kind}"
+            what = _KINDS[self.kind][1] or "text"
             raise ConfigError(f"{self.option} is {value!r}: write {what}")
 
     def schema(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ ALL_PAGES = [*PAGES, ROOT / "CHANGELOG.md"]
 FOREIGN_OPTIONS = {
     *("--additional-config", "--calculate-kv-scales"),
     *("--disable-sliding-window", "--enable-prefix-caching", "--enable-return-routed-experts"),
-    "--enable-sleep-mode",
+    *("--enable-prompt-tokens-details", "--enable-sleep-mode"),
     *("--hf-overrides", "--load-format", "--mm-processor-cache-gb", "--no-enable-prefix-caching"),
     *("--kv-cache-dtype", "--kv-events-config", "--kv-transfer-config"),
     *("--mamba-cache-mode", "--max-model-len", "--model-impl"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import sys
 from datetime import datetime, timezone
 from functools import partial
@@ -19,6 +18,7 @@ from lmcache_redis.cli.options import (
     AsJson,
     Endpoint,
     Timeout,
+    WrongOption,
     agent_at,
     fail,
     print_in_any_encoding,
@@ -198,8 +198,6 @@ def version(as_json: AsJson = False) -> None:
     print(json.dumps({"version": __version__}) if as_json else __version__)
 
 
-# How pydantic, which typer has read numbers, refuses a word.
-_OF_NUMBERS = re.compile(r"Input should be a valid (number|integer), unable to parse string as .*")
 # Typer has no name of its own for it.
 _UsageError: Any = typer.BadParameter.__base__
 
@@ -215,7 +213,7 @@ def run() -> None:
         sys.exit(status if isinstance(status, int) else 0)
     except StartError as error:
         fail(str(error), 1)  # the same settings may do later: not the status of wrong ones
-    except ConfigError as error:
+    except (ConfigError, WrongOption) as error:
         fail(str(error), 2)
     except LMCacheRedisError as error:
         fail(str(error), 1)
@@ -225,6 +223,5 @@ def run() -> None:
         if not error.args or type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             sys.exit(2)
-        message = _OF_NUMBERS.sub(r"it is not a valid \1", str(error.format_message()))
-        message = message.replace("Input should be", "it should be")
+        message = str(error.format_message())
         fail(message[0].lower() + message[1:].rstrip("."), 2)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import codecs
+import enum
 import inspect
 import io
 import json
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
 from lmcache_redis.config import ENDPOINT_VARIABLE, SEAL_KEY_FILE_VARIABLE, tools_endpoint
-from lmcache_redis.errors import ConfigError
+from lmcache_redis.errors import ConfigError, LMCacheRedisError
 from lmcache_redis.settings import PREFIX, Setting, settings_of
 
 if TYPE_CHECKING:
@@ -23,6 +24,54 @@ if TYPE_CHECKING:
 _Command = Callable[..., None]
 # Of what is printed, for a terminal or a file of another encoding.
 _PLAIN = {"\u2588": "#", "\u2591": ".", "\u2026": "~"}
+_Choices = TypeVar("_Choices", bound=enum.Enum)
+
+
+class WrongOption(LMCacheRedisError):
+    """A value that an option cannot have. No ValueError: typer would put it into its own words."""
+
+
+def number(
+    option: str,
+    kind: type[int] | type[float],
+    between: tuple[float, float],
+    help_text: str,
+    **more: Any,
+) -> Any:
+    """An option with a number, whose mistakes are told as those of settings are."""
+    of = Setting(
+        name=option[2:].replace("-", "_"),
+        kind=kind.__name__,
+        default=None,
+        optional=False,
+        help=help_text,
+        between=between,
+    )
+
+    def read(given: Any) -> Any:
+        try:
+            value = of.parse(given) if isinstance(given, str) else given
+            of.check(value)
+        except ConfigError as error:
+            raise WrongOption(str(error)) from None
+        return value
+
+    return typer.Option(option, help=help_text, metavar=of.shown_form, parser=read, **more)
+
+
+def choice(option: str, of: type[_Choices], help_text: str) -> Any:
+    """An option with one of the values of an enum."""
+    values = [each.value for each in of]
+
+    def read(given: Any) -> _Choices:
+        try:
+            return of(given)
+        except ValueError:
+            said = f"{option} is {given!r}: choose one of {', '.join(values)}"
+            raise WrongOption(said) from None
+
+    return typer.Option(option, help=help_text, metavar="|".join(values), parser=read)
+
 
 # Options of the commands that use a server or an agent, named as their parameters are.
 # `config_from` and `tools_endpoint` read the variables.
@@ -36,7 +85,8 @@ RedisUrl = Annotated[
     ),
 ]
 RedisUsername = Annotated[
-    str | None, typer.Option(help="ACL user, if not in the URL. [env: LMCACHE_REDIS_USERNAME]")
+    str | None,
+    typer.Option(metavar="NAME", help="ACL user, if not in the URL. [env: LMCACHE_REDIS_USERNAME]"),
 ]
 SealKeyFile = Annotated[
     str | None,
@@ -48,7 +98,8 @@ SealKeyFile = Annotated[
     ),
 ]
 KeyPrefix = Annotated[
-    str | None, typer.Option(help=f"The agents' key prefix. [env: {PREFIX}KEY_PREFIX]")
+    str | None,
+    typer.Option(metavar="TEXT", help=f"The agents' key prefix. [env: {PREFIX}KEY_PREFIX]"),
 ]
 Endpoint = Annotated[
     str | None,
@@ -64,7 +115,7 @@ Url = Annotated[
         help="Ask an agent over HTTP, at its --metrics address, instead of --endpoint.",
     ),
 ]
-Timeout = Annotated[float, typer.Option(help="Deadline for the answer.")]
+Timeout = Annotated[float, number("--timeout-s", float, (0.001, 3600), "Deadline for the answer.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and errors as JSON too.")]
 _ConfigFile = Annotated[
     str | None,
@@ -73,7 +124,8 @@ _ConfigFile = Annotated[
         envvar=f"{PREFIX}CONFIG",
         show_envvar=False,
         help="File with settings, one NAME = VALUE a line, named as these options; # begins a "
-        f"comment. Options and the environment take precedence. [env: {PREFIX}CONFIG]",
+        "comment. Of a name that ends in .toml it is TOML. Options and the environment take "
+        f"precedence. [env: {PREFIX}CONFIG]",
     ),
 ]
 _Check = Annotated[

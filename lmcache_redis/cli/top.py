@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, Endpoint, Url, agent_anywhere
+from lmcache_redis.cli.options import AsJson, Endpoint, Url, agent_anywhere, number
 
 
 def top(
@@ -21,7 +21,7 @@ def top(
         bool, typer.Option("--once", help="Print one frame, of one interval, and end.")
     ] = False,
     interval_s: Annotated[
-        float, typer.Option(min=0.1, max=60, help="Seconds between two frames.")
+        float, number("--interval-s", float, (0.1, 60), "Seconds between two frames.")
     ] = 1.0,
     endpoint: Endpoint = None,
     url: Url = None,

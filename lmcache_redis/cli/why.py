@@ -9,7 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, Url, agent_anywhere, print_found
+from lmcache_redis.cli.options import (
+    AsJson,
+    Endpoint,
+    Timeout,
+    Url,
+    agent_anywhere,
+    number,
+    print_found,
+)
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 from lmcache_redis.tenants import NONE
 
@@ -63,7 +71,7 @@ def why(
             show_default=False,
         ),
     ] = None,
-    most: Annotated[int, typer.Option(min=1, max=4096, help="Requests that --list shows.")] = 20,
+    most: Annotated[int, number("--most", int, (1, 4096), "Requests that --list shows.")] = 20,
     endpoint: Endpoint = None,
     url: Url = None,
     timeout_s: Timeout = 5.0,

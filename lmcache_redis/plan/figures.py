@@ -76,6 +76,12 @@ class PlanRow(NamedTuple):
     usd_per_month: float
     usd_saved_per_month: float | None
 
+    @property
+    def usd_net_per_month(self) -> float | None:
+        """GPU time saved, less the cache."""
+        saved = self.usd_saved_per_month
+        return None if saved is None else saved - self.usd_per_month
+
 
 def plan_rows(trace: Trace, grid: Grid, speeds: Speeds, prices: Prices) -> list[PlanRow]:
     """Every row of the grid. Raises ``ConfigError`` for chunks that cannot be."""
@@ -145,8 +151,14 @@ def _link(trace: Trace, found: Prefixes, loads: Loads) -> tuple[float, float]:
     return float(moved.sum()) / trace.duration_s, peak
 
 
-def enough(rows: Sequence[PlanRow], share: float = 0.95) -> PlanRow | None:
-    """The cheapest row whose hit rate is at least that share of the best one's."""
-    best = max((row.hit_rate for row in rows), default=0.0)
-    near = [row for row in rows if row.hit_rate >= share * best]
-    return min(near, key=lambda row: row.usd_per_month) if best else None
+def best_row(rows: Sequence[PlanRow], share: float = 0.95) -> PlanRow | None:
+    """What nets the most dollars; without times in the trace, what costs least of the rows with at
+    least that share of the highest hit rate. None if no row hits."""
+    highest = max((row.hit_rate for row in rows), default=0.0)
+    if not highest:
+        return None
+    known = [row for row in rows if row.usd_net_per_month is not None]
+    if known:
+        return max(known, key=lambda row: (row.usd_net_per_month or 0.0, -row.usd_per_month))
+    near = [row for row in rows if row.hit_rate >= share * highest]
+    return min(near, key=lambda row: row.usd_per_month)

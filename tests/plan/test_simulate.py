@@ -14,7 +14,7 @@ from lmcache_redis.cache.pacing import prefix_worth_loading
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.plan.example import example_lines
-from lmcache_redis.plan.figures import Grid, Prices, enough, plan_rows
+from lmcache_redis.plan.figures import Grid, Prices, best_row, plan_rows
 from lmcache_redis.plan.pacing import Speeds, decide
 from lmcache_redis.plan.reading import read_trace
 from lmcache_redis.plan.simulate import NEVER, NOWHERE, Capacity, Replay, stack_distances
@@ -209,8 +209,23 @@ def test_rows_tell_tokens_times_link_and_money() -> None:
     assert row.link_peak_share == pytest.approx(0.4)
     assert row.usd_per_month == pytest.approx(CHUNK_BYTES + 10_000)
     assert row.usd_saved_per_month == pytest.approx(40 * 30.4 * 86_400 / 200)
-    assert enough([without, row]) is row
-    assert enough([without]) is None
+    assert row.usd_net_per_month == row.usd_saved_per_month - row.usd_per_month
+    assert best_row([without, row]) is row
+    assert best_row([without]) is None
+
+
+def test_the_best_row_is_by_dollars_or_else_by_hit_rate() -> None:
+    trace = trace_of("abcd", "efgh", "abcd", every_s=100.0)
+    grid = Grid([1], [10], [4 * CHUNK_BYTES], [0], [0, 10_000])
+    prices = Prices(gib_month=float(1 << 30), gpu_hour=3600.0)
+    small, large = plan_rows(trace, grid, Speeds(1.0, 1000.0, latency_s=0.0), prices)
+    worth = small._replace(hit_rate=0.1, usd_saved_per_month=1e6)
+    assert best_row([worth, large]) is worth
+    untimed = [row._replace(usd_saved_per_month=None, hit_rate=0.4) for row in (small, large)]
+    assert best_row(untimed) is untimed[0]
+    # Too far from the highest rate.
+    untimed[0] = untimed[0]._replace(hit_rate=0.37)
+    assert best_row(untimed) is untimed[1]
 
 
 def test_what_the_engine_has_is_not_asked_for() -> None:
