@@ -33,7 +33,10 @@ def of_your_chart(directory: Path, values: Document) -> list[Document]:
     (yours / "charts").mkdir(parents=True)
     (yours / "templates").mkdir()
     chart.loaded().save(yours / "charts")
-    needs = [{"name": chart.NAME, "version": "0.1.0", "repository": "file://../lmcache-redis"}]
+    ours = yaml.safe_load((chart.CHART / "Chart.yaml").read_text())
+    needs = [
+        {"name": chart.NAME, "version": ours["version"], "repository": "file://../lmcache-redis"}
+    ]
     described = {"apiVersion": "v2", "name": "yours", "version": "1.0.0", "dependencies": needs}
     (yours / "Chart.yaml").write_text(yaml.safe_dump(described))
     template = (chart.ROOT / "examples" / "kubernetes.yaml").read_text()
