@@ -39,7 +39,7 @@ FOREIGN_OPTIONS = {
     *("--dtype", "--otlp-traces-endpoint"),
     *("--gpus", "--ipc", "--no-deps", "--pid", "--shm-size", "--user"),
     "--help",
-    *("--matrix", "--pythons"),  # of scripts/test
+    *("--long", "--matrix", "--pythons"),  # of scripts/test
 }
 # Commands whose options are ours, and where their parsers are.
 PARSERS = {
@@ -193,7 +193,7 @@ def test_the_python_reference_has_constructors_and_parameters(site: Path) -> Non
     for name, parameter in (
         ("kvstore.KVStore", "memory_bytes"),
         ("kvstore.AsyncKVStore", "namespace"),
-        ("compat.backends.backend.ChunkBackend", "dst_device"),
+        ("objects.backend.ChunkBackend", "dst_device"),
         ("resp.plane.RedisPlane", "options"),
     ):
         section = reference.partition(f'<h3 id="lmcache_redis.{name}"')[2].partition("<h4")[0]
@@ -224,6 +224,13 @@ def test_commands_are_copied_without_their_prompt(site: Path, tmp_path: Path) ->
     copied.write_text(re.sub(r"<script src=.*?</script>", "", text))
     (found,) = re.findall(r'<pre id="copied">(.*?)</pre>', browser.dom(copied.as_uri()), re.S)
     assert found.strip() == "lmcache-redis doctor"
+
+
+@pytest.mark.parametrize(("path", "words"), [("docs", 22_500), ("CHANGELOG.md", 1_500)])
+def test_the_documents_are_short(path: str, words: int) -> None:
+    """What is new is said in few words, and what it replaces goes."""
+    pages = [*(ROOT / path).rglob("*.md")] or [ROOT / path]
+    assert sum(len(page.read_text().split()) for page in pages) <= words
 
 
 def test_the_page_has_the_table_of_gains() -> None:

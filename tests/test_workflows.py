@@ -26,7 +26,7 @@ MODULES = {
 }
 MODES = {
     "scripts/setup": {"--small"},
-    "scripts/test": {"--matrix", "--lowest", "--pythons", "-m", "-n"},
+    "scripts/test": {"--long", "--matrix", "--lowest", "--pythons", "-m", "-n"},
     ".ci/run": set(),
 }
 
@@ -82,7 +82,7 @@ def test_a_command_is_a_script_with_these_options(command: str) -> None:
 def test_the_night_has_every_script_for_it() -> None:
     night = strings(yaml.safe_load((WORKFLOWS / "nightly.yml").read_text())["jobs"])
     for words in (
-        "./scripts/fuzz", "./scripts/mutate", "./scripts/test --matrix", "./scripts/soak engines",
+        "./scripts/fuzz", "./scripts/mutate", "./scripts/test --long", "./scripts/soak engines",
         "./scripts/soak servers", "./scripts/bench against",
     ):  # fmt: skip
         assert any(each.startswith(words) for each in night), words
