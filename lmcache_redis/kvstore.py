@@ -65,7 +65,14 @@ _THREADS = 16
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counts of a store since it was made: of gets, and of puts. not_stored: dropped or failed."""
+    """Counts of a store since it was made.
+
+    Attributes:
+        hits: Gets that found something.
+        misses: Gets that did not.
+        stored: Puts.
+        not_stored: Puts that were dropped, or failed.
+    """
 
     hits: int = 0
     misses: int = 0
@@ -74,14 +81,17 @@ class StoreStats:
 
 
 class KVStore:
-    """See the module. Thread-safe.
+    """Tensors and bytes by name, in Redis or Valkey. Thread-safe.
 
-    redis: a URL, also redis+sentinel:// and redis+cluster://, or options with one. namespace:
-    stores of one namespace share what is in it; any text. memory_bytes: also keep that much in the
-    memory of this process, the last used first. device: where tensors are placed, "cpu" or a CUDA
-    device. deadline_s: of each call, and of each step of an iteration.
+    Args:
+        redis: A URL, also redis+sentinel:// and redis+cluster://, or options with one.
+        namespace: Any text. Stores of one namespace share what is in it.
+        memory_bytes: Also keep that much in the memory of this process, the last used first.
+        device: Where tensors are placed, "cpu" or a CUDA device.
+        deadline_s: Of each call, and of each step of an iteration.
 
-    Raises ConfigError if the URL names no server or a number is impossible.
+    Raises:
+        ConfigError: The URL names no server, or a number is impossible.
     """
 
     def __init__(
@@ -292,14 +302,19 @@ def _in_thread(
 
 
 class AsyncKVStore:
-    """A `KVStore` for asyncio: the same arguments, and the same calls as coroutines.
-
-    async with AsyncKVStore("redis://cache.example:6379", "llama-8b") as store:
-        await store.put("prompt-17", tensor)
-        async for name, tensor in store.get_many(names):
-            ...
+    """A `KVStore` for asyncio: the same calls as coroutines.
 
     A call that is cancelled goes on in the background until its deadline.
+
+        async with AsyncKVStore("redis://cache.example:6379", "llama-8b") as store:
+            await store.put("prompt-17", tensor)
+            async for name, tensor in store.get_many(names):
+                ...
+
+    Args:
+        redis: As of a `KVStore`.
+        namespace: As of a `KVStore`.
+        named: The other arguments of a `KVStore`.
     """
 
     def __init__(self, redis: str | RedisOptions, namespace: str = "default", **named: Any) -> None:

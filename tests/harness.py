@@ -10,9 +10,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from demo import agent
 from lmcache_redis.client.registering import CacheGroup
@@ -20,6 +18,9 @@ from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import RetrieveTransfer, TransferOp, WorkerClient
 from tests.forks import Forked
 from tests.servers import wait_until as wait_until
+
+if TYPE_CHECKING:
+    import torch  # tests of the agent alone run without it
 
 # What only a hang reaches: the machine may run several test runs at once.
 WAIT_S = 60.0
@@ -128,13 +129,16 @@ class Engine:
         layers: int = 3,
         num_blocks: int = 48,
         width: int = 64,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         world_size: int = 1,
         identity: dict[str, str] | None = None,
         wait: bool = True,
         agent_dead_after_s: float = 1.5,
         **scheduler: Any,
     ) -> None:
+        import torch
+
+        dtype = dtype or torch.float32
         engine_id = uuid.uuid4().hex
         self.num_blocks = num_blocks
         endpoints = [endpoint] * world_size if isinstance(endpoint, str) else endpoint
@@ -175,6 +179,8 @@ class Engine:
         self, rank: int, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
         """The KV cache of a rank, all zero."""
+        import torch
+
         return {name: torch.zeros(shape, dtype=dtype) for name in names}
 
     def wait_ready(self, timeout_s: float = WAIT_S) -> float:
@@ -185,6 +191,9 @@ class Engine:
         )
 
     def randomize(self, block_ids: Sequence[int]) -> None:
+        """The bytes of these blocks."""
+        import torch
+
         for caches in self.caches:
             for tensor in caches.values():
                 fresh = torch.rand((len(block_ids), *tensor.shape[1:]))

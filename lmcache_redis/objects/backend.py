@@ -170,17 +170,19 @@ class _Put(NamedTuple):
 
 
 class ChunkBackend:
-    """See the module.
+    """Chunks by key, by blocking calls. No call raises because of stored bytes or of a server.
 
-    storages: memory, a directory or servers, the fastest first; memory can only be the first. A put
-    is written to all; it is stored if any of them stores it. One that does not store it removes
-    what it has under the key. A get asks them in order; a chunk that a lower one has is put into
-    those above. Concurrent gets of one key are one load.
+    A put is written to all storages; it is stored if any of them stores it. One that does not
+    store it removes what it has under the key. A get asks them in order; a chunk that a lower one
+    has is put into those above. Concurrent gets of one key are one load.
 
-    dst_device: where `get` and `batched_get` place tensors: "cpu" or a CUDA device.
+    Args:
+        storages: Memory, a directory or servers, the fastest first; memory can only be the first.
+        dst_device: Where `get` and `batched_get` place tensors: "cpu" or a CUDA device.
 
-    Raises ConfigError for storages that cannot be opened, or that differ in layout or key prefix,
-    and for another device.
+    Raises:
+        ConfigError: A storage cannot be opened, storages differ in layout or key prefix, or this
+            machine has no such device.
     """
 
     def __init__(self, storages: Sequence[ChunkStorage], dst_device: str = "cpu") -> None:

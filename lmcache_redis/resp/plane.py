@@ -80,13 +80,17 @@ _FRAMES = partial(ask_each, header_commands, parse_frame)
 
 
 class RedisPlane:
-    """See the module. A tier of a cache (`lmcache_redis.tiers`) without an index.
+    """Chunks between slots and Redis: a tier of a cache (`lmcache_redis.tiers`) without an index.
 
     A chunk exists if its stripe 0 does, which is written last. Of the keys of a shard that does not
     answer, and of those in a slot that moves, nothing is known. A question is DONE if anything is,
     and a removal if everything is.
 
-    Raises ConfigError on construction for a URL that names no server.
+    Args:
+        options: Of the server and its connections.
+
+    Raises:
+        ConfigError: The URL names no server.
     """
 
     name = "Redis"
