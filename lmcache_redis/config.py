@@ -292,6 +292,12 @@ class AgentConfig(TierSettings):
         1000,
         (0, 1_000_000_000),
     )
+    store_after: int = setting(
+        "write a chunk to Redis and disk once so many requests have named it; before, only the "
+        "host pool keeps it",
+        1,
+        (1, 255),
+    )
     record: str | None = setting(
         "file to record names, sizes and times of chunks in, for `lmcache-redis plan`; no tokens",
         None,

@@ -13,6 +13,7 @@ from lmcache_redis import __version__
 from lmcache_redis.agent.copies import CopyThreads
 from lmcache_redis.agent.peers import LayoutTrust, Peers
 from lmcache_redis.agent.sessions import Sessions
+from lmcache_redis.agent.sights import ChunkSights
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import PATIENCE_S, DiskTier
 from lmcache_redis.cache.pool import Arena
@@ -81,6 +82,7 @@ class Agent:
         loop = OwnerLoop(wakeup.set)
         cache = Cache(loop, arena, backings, Metrics())
         copies = CopyThreads(config.copy_threads, wakeup.set)
+        sights = ChunkSights(config.store_after) if config.store_after > 1 else None
         return Agent(
             config,
             wakeup,
@@ -90,7 +92,7 @@ class Agent:
             disk,
             cache,
             copies,
-            Sessions(cache.pool, cache.metrics, config.session_timeout_s),
+            Sessions(cache.pool, cache.metrics, config.session_timeout_s, sights),
             Peers(),
             PoolPinning(
                 arena.base_address,

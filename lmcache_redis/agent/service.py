@@ -82,6 +82,7 @@ class Service:
             lookup_deadline_s=agent.config.lookup_deadline_s,
             package_version=__version__,
             canary_every=agent.config.canary_every,
+            store_after=agent.config.store_after,
         )
         self._stopping = False
         self._stop_now = False
@@ -335,7 +336,7 @@ class Handlers:
             self._agent.sessions.end(session)
 
     def _lookup(self, peer: Peer, question: m.Lookup, reply: Reply) -> None:
-        _check_hashes(question.hashes)
+        _check_hashes((*question.before, *question.hashes))
         remote = self._names(peer, question.remote)
         peer.elsewhere = frozenset(each.worker_id for each in question.remote)
         # It may ask again: what it was answered before is not computed beside what it is now.

@@ -172,6 +172,7 @@ class Entry:
         block: of the pool's memory, ``units`` large.
         refreshed_s: when the tiers were last told to keep it (`time.monotonic()`).
         position: its number in the prompt that it was stored for.
+        is_held_back: it is not to be written to the tiers.
         watchers: told how the filling ends; None: it has ended.
         cancel: ends the filling early; None if it cannot be cancelled, or has been.
         form, chunk_hash: of the chunk; whoever reserves the entry sets them.
@@ -184,6 +185,7 @@ class Entry:
     state: EntryState = EntryState.FILLING
     refreshed_s: float = 0.0
     position: int = 0
+    is_held_back: bool = False
     watchers: list[Callable[[], None]] | None = field(default_factory=list)
     cancel: Callable[[], None] | None = None
     form: ChunkForm = field(init=False)

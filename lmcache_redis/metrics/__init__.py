@@ -161,6 +161,7 @@ DECLARED: Final = (
             lease="chunks not stored because their blocks were read too late",
             device_error="chunks not stored because an engine's blocks could not be read",
             shutdown="chunks not stored because the agent was shut down",
+            admission="chunks kept in the host pool alone, until --store-after requests name them",
             disk="chunks not written to disk: its queue was full, or the disk failed",
         ),
     ),

@@ -55,10 +55,17 @@ class ScriptedAdapter:
         return self.chunk
 
     def begin_lookup(
-        self, request_id: str, hashes: Any, first_chunk: int, token_s: float, busy_s: float
+        self,
+        request_id: str,
+        hashes: Any,
+        first_chunk: int,
+        before: Any,
+        token_s: float,
+        busy_s: float,
     ) -> None:
         self.token_s, self.busy_s = token_s, busy_s
         self.hashes = len(hashes)
+        assert len(before) == first_chunk
         if request_id not in self.jobs:
             self.jobs.add(request_id)
             self.lookups.append((request_id, first_chunk))
