@@ -221,6 +221,12 @@ class AgentConfig(TierSettings):
         shown="4GiB, at most a quarter of the memory",
         between=(MIN_SLOT_BYTES + 4096, 1 << 50),
     )
+    warm_bytes: int = setting(
+        "fill so much of a new host pool with the chunks that Redis uses most, once an engine is "
+        "registered, behind all loads; 0: none",
+        0,
+        (0, 1 << 50),
+    )
     slot_bytes: int = setting(
         "slot size and maximum payload of a stripe; the same on all agents of one Redis",
         DEFAULT_SLOT_BYTES,

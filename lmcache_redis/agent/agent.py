@@ -18,6 +18,7 @@ from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import PATIENCE_S, DiskTier
 from lmcache_redis.cache.pool import Arena
 from lmcache_redis.cache.threads import OwnerLoop
+from lmcache_redis.cache.warming import Warming
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.pinning import PoolPinning
@@ -81,6 +82,8 @@ class Agent:
         wakeup = Wakeup()
         loop = OwnerLoop(wakeup.set)
         cache = Cache(loop, arena, backings, Metrics())
+        if config.warm_bytes:
+            cache.warming = Warming(cache, plane.rank, config.warm_bytes)
         copies = CopyThreads(config.copy_threads, wakeup.set)
         sights = ChunkSights(config.store_after) if config.store_after > 1 else None
         return Agent(
@@ -138,6 +141,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
             "disk_writes": sum(map(len, queues[:-1])),
             "removals": agent.cache.failed_removals,
         },
+        "warm": None if agent.cache.warming is None else agent.cache.warming.report(),
         "disk": _disk(agent),
         "loads": _loads(agent),
         "canaries": {"every": config.canary_every, "distrusted": agent.trust.report()},

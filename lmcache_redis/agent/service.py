@@ -106,6 +106,8 @@ class Service:
         Returns the deadline of what else the agent waits for: now, after a second `stop`.
         """
         self._handlers.is_stopping = True
+        if self._agent.cache.warming is not None:
+            self._agent.cache.warming.stop()
         hits_until_s = (now_s := time.monotonic()) + _HIT_GRACE_S
         while now_s < deadline_s and not self._stop_now:
             self._agent.cache.begin_writes()  # including chunks gathered meanwhile

@@ -252,6 +252,11 @@ class HostPool:
             if key in idle:
                 idle.move_to_end(key)
 
+    def touch_least(self, key: bytes) -> None:
+        """It becomes the least recently used, if it has no pins."""
+        if key in self._idle:
+            self._idle.move_to_end(key, last=False)
+
     def get(self, key: bytes) -> Entry | None:
         """The entry of a key, FILLING or READY, or None. Does not count as a use."""
         return self._index.get(key)

@@ -77,6 +77,8 @@ _ALONE: Final = {
     "lookups": "lookups answered",
     "lookup_chunks": "chunks asked for by lookups",
     "probes": "chunks loaded to learn the rate of a tier",
+    "warmed_chunks": "chunks loaded by --warm-bytes, before anybody asked for them",
+    "warmed_bytes": "their bytes",
     # what loads have saved (`agent.sessions`)
     "saved_tokens": "prompt tokens loaded into blocks instead of computed",
     "saved_untimed_tokens": "saved tokens whose seconds are not known: their engine had not "
