@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_redis.agent import sights as module
 from lmcache_redis.agent.sights import ChunkSights
 from tests.agent.test_history import explained
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
@@ -35,17 +36,19 @@ def test_what_comes_before_a_chunk_has_been_seen_as_often() -> None:
     assert sights.count("model", b"a") == 4
 
 
-def test_it_forgets_the_oldest_and_takes_no_chunk_for_another() -> None:
-    sights, some = ChunkSights(2), [n.to_bytes(32) for n in range(200_000)]
+def test_it_forgets_the_oldest_and_takes_no_chunk_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_BUCKETS", 1 << 10)
+    sights, some = ChunkSights(2), [n.to_bytes(32) for n in range(400)]
     sights.see("first", "model", some)
     known = sum(sights.count("model", each) for each in some)
-    assert 0.97 * len(some) < known <= len(some)
-    others = [n.to_bytes(32) for n in range(1 << 30, (1 << 30) + 200_000)]
+    assert 0.9 * len(some) < known <= len(some)
+    others = [n.to_bytes(32) for n in range(1 << 30, (1 << 30) + 20_000)]
     assert not any(sights.count("model", each) for each in others)
-    for request in range(20):  # far more than it holds
-        first = 1 << 40 | request << 20
-        sights.see(request, "model", [n.to_bytes(32) for n in range(first, first + 200_000)])
-    assert sum(sights.count("model", each) for each in some) < 0.05 * len(some)
+    sights.see("later", "model", others)  # far more than it holds
+    assert sum(sights.count("model", each) for each in some) < 0.1 * len(some)
+    assert sights.count("model", others[0]) == 1  # the chunks of a prompt are seen from the end
 
 
 def test_many_requests_do_not_overflow() -> None:
