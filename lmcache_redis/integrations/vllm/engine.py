@@ -7,7 +7,7 @@ steps:
 collective_rpc        every update of weights by vLLM goes through it; `parameters` notices others
 set_weight_version    names the weights
 sleep, wake_up        of the executor: at level 2 the weights are thrown away
-add_lora              reads an adapter, perhaps hours before its first request
+add_lora              reads an adapter, hours before its first request if vLLM preloads it
 shutdown              ends its workers first, and is killed if that takes 5 s
 reset_prefix_cache    of the block pool (`watch_resets`): whoever asks for a reset, it ends there
 get_new_blocks        of the block pool (`watch_new_blocks`): whoever allocates, it comes from there
@@ -141,7 +141,7 @@ class Engine:
         return getattr(self._scheduler(), "kv_cache_manager", None)
 
     def is_paused(self) -> bool:
-        """Whether vLLM is paused, perhaps asleep."""
+        """Whether vLLM is paused or asleep."""
         return bool(getattr(self._scheduler(), "pause_state", 0))
 
     def deferred_blocks(self) -> list[KVCacheBlock]:
