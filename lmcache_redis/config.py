@@ -229,6 +229,12 @@ class AgentConfig(TierSettings):
         shown="4GiB, at most a quarter of the memory",
         between=(MIN_SLOT_BYTES + _BESIDE_SLOTS_BYTES, 1 << 50),
     )
+    warm_bytes: int = setting(
+        "fill this much of a new host pool with the chunks that Redis uses most, once an engine is "
+        "registered, behind all loads; 0: none",
+        0,
+        (0, 1 << 50),
+    )
     slot_bytes: int = setting(
         "slot size and maximum payload of a stripe; the same on all agents of one Redis",
         DEFAULT_SLOT_BYTES,
@@ -309,6 +315,12 @@ class AgentConfig(TierSettings):
     )
     expose_requests: bool = setting(
         "serve ids of requests at --metrics: /why.json, and the last misses of the page", False
+    )
+    store_after: int = setting(
+        "write a chunk to Redis and disk once this number of requests has named it; before, only "
+        "the host pool keeps it",
+        1,
+        (1, 255),
     )
     record: str | None = setting(
         "file to record names, sizes and times of chunks in, for `lmcache-redis plan`; no tokens",

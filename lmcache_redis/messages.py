@@ -120,7 +120,7 @@ from lmcache_redis.device.handles import StorageHandle as StorageHandle  # a fie
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.tenants import MOST_LETTERS
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAGIC = b"LMCR-MP"
 PREAMBLE = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 << 20
@@ -215,7 +215,8 @@ AllRemoteParts = Annotated[tuple[RemoteParts, ...], msgspec.Meta(max_length=MAX_
 class Lookup(Message, frozen=True, tag="LOOKUP"):
     """Asks how many leading chunks are cached, and loads what a hit needs into the host pool.
 
-    ``first_chunk``: how many chunks the engine has before them. ``remote``: the parts of workers
+    ``first_chunk``: how many chunks the engine has before them. ``before``: these, if ``WELCOME``
+    has a ``store_after`` above 1. ``remote``: the parts of workers
     that are registered with other agents, which must be in Redis. ``token_s``: seconds in which the
     engine computes a prompt token; chunks that are slower to load are left out, and none for 0.
     ``busy_s``: seconds in which it computes the rest of the prompts that it has begun. ``begun``:
@@ -230,6 +231,7 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
     token_s: TokenSeconds = 0.0
     busy_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
     begun: tuple[Name, ...] = ()
+    before: Hashes = ()
     tenant: Tenant = ""
 
 
@@ -354,7 +356,8 @@ class Ping(Message, frozen=True, tag="PING"):
 class Welcome(Message, frozen=True, tag="WELCOME"):
     """Answers ``HELLO``. ``agent_start_time`` is field 22 of /proc/PID/stat, in clock ticks.
 
-    ``canary_every``: one hit in this many is compared instead of loaded; 0: none.
+    ``canary_every``: one hit in this many is compared instead of loaded; 0: none. ``store_after``:
+    chunks are written once this number of requests has named them.
     """
 
     agent_id: str
@@ -364,6 +367,7 @@ class Welcome(Message, frozen=True, tag="WELCOME"):
     lookup_deadline_s: float
     package_version: str
     canary_every: int = 0
+    store_after: int = 1
 
 
 class ChunkSize(Message, frozen=True, tag="CHUNK_SIZE"):

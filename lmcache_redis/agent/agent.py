@@ -14,10 +14,12 @@ from lmcache_redis.agent.copies import CopyThreads
 from lmcache_redis.agent.limits import TenantLimits
 from lmcache_redis.agent.peers import LayoutTrust, Peers
 from lmcache_redis.agent.sessions import Sessions
+from lmcache_redis.agent.sights import ChunkSights
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import PATIENCE_S, DiskTier
 from lmcache_redis.cache.pool import Arena
 from lmcache_redis.cache.threads import OwnerLoop
+from lmcache_redis.cache.warming import Warming
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.pinning import PoolPinning
@@ -88,7 +90,10 @@ class Agent:
             limits = parse_limits(config.tenant_bytes)
             peers.tenants.limits = TenantLimits(limits, plane, loop, config.ttl_s)
         cache = Cache(loop, arena, backings, Metrics())
+        if config.warm_bytes:
+            cache.warming = Warming(cache, plane.rank, config.warm_bytes)
         copies = CopyThreads(config.copy_threads, wakeup.set)
+        sights = ChunkSights(config.store_after) if config.store_after > 1 else None
         return Agent(
             config,
             wakeup,
@@ -98,7 +103,7 @@ class Agent:
             disk,
             cache,
             copies,
-            Sessions(cache.pool, cache.metrics, config.session_timeout_s),
+            Sessions(cache.pool, cache.metrics, config.session_timeout_s, sights),
             peers,
             PoolPinning(
                 arena.base_address,
@@ -144,6 +149,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
             "disk_writes": sum(map(len, queues[:-1])),
             "removals": agent.cache.failed_removals,
         },
+        "warm": None if agent.cache.warming is None else agent.cache.warming.report(),
         "disk": _disk(agent),
         "loads": _loads(agent),
         "canaries": {"every": config.canary_every, "distrusted": agent.trust.report()},

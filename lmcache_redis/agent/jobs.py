@@ -209,13 +209,16 @@ class StoreJob(CopyJob):
     2. The others are copied into slots. Bytes read after the lease expired are discarded.
     3. The answer frees the engine's blocks once all have been read. On a GPU this is before the
        bytes are in the slots.
-    4. A chunk becomes READY when its bytes are in its slots, and is enqueued for the tiers.
+    4. A chunk becomes READY when its bytes are in its slots, and is enqueued for the tiers, once
+       enough requests have named it (`sights`).
     """
 
     _stored = _already = 0
     _unread: set[int]  # chunks whose blocks are still needed
 
     def start(self) -> None:
+        if (sights := self._agent.sessions.sights) is not None:
+            sights.see(self._session.key, self._form.model_name, self._hashes)
         wanted: list[int] = []
         tenants = self._agent.peers.tenants
         for chunk, chunk_hash in enumerate(self._hashes):
@@ -299,8 +302,20 @@ class StoreJob(CopyJob):
             self._write_behind(entry)
 
     def _write_behind(self, entry: Entry) -> None:
+        if self._holds_back(entry):
+            return
         delay_s = _FIRST_TOKEN_FIRST_S if self._registration.device.on_host_cores else 0.0
         self._cache.write_behind(entry, delay_s)
+
+    def _holds_back(self, entry: Entry) -> bool:
+        sights, was_held_back = self._agent.sessions.sights, entry.is_held_back
+        if sights is None:
+            return False
+        seen = sights.count(self._form.model_name, entry.chunk_hash)
+        entry.is_held_back = seen < sights.store_after
+        if entry.is_held_back and not was_held_back:
+            self._dropped("drop_admission", "only in the host pool for now (--store-after)")
+        return entry.is_held_back
 
     def _dropped(self, counter: str, reason: str) -> None:
         self._cache.metrics.count(counter)

@@ -26,6 +26,7 @@ from lmcache_redis.cache.pool import Arena
 from lmcache_redis.config import AgentConfig, endpoint_path, ensure_private, parse_address
 from lmcache_redis.errors import ConfigError, DeviceError, StartError
 from lmcache_redis.processes import NamedThread, raise_descriptor_limit
+from lmcache_redis.resp.net.commands import Use
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.settings import format_size, option_name, settings_of
@@ -101,7 +102,8 @@ def run_agent(config: AgentConfig, file: SettingsFile | None = None) -> int:
                 url = stack.enter_context(embedded_redis(config.embedded_memory_bytes))
             arena = _arena(config)
             stack.callback(arena.close)
-            plane = RedisPlane(RedisOptions.of_agent(config, url))
+            uses = (Use.WARM,) if config.warm_bytes else ()
+            plane = RedisPlane(RedisOptions.of_agent(config, url), uses)
             plane.start()
             agent = Agent.of(config, arena, plane)
             stack.callback(agent.cache.close, 0.0)

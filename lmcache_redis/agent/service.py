@@ -83,6 +83,7 @@ class Service:
             lookup_deadline_s=agent.config.lookup_deadline_s,
             package_version=__version__,
             canary_every=agent.config.canary_every,
+            store_after=agent.config.store_after,
         )
         self._stopping = False
         self._stop_now = False
@@ -113,6 +114,8 @@ class Service:
         Returns the deadline of what else the agent waits for: now, after a second `stop`.
         """
         self._handlers.is_stopping = True
+        if self._agent.cache.warming is not None:
+            self._agent.cache.warming.stop()
         hits_until_s = (now_s := time.monotonic()) + _HIT_GRACE_S
         while now_s < deadline_s and not self._stop_now:
             self._agent.cache.begin_writes()  # including chunks gathered meanwhile
@@ -343,7 +346,7 @@ class Handlers:
             self._agent.sessions.end(session)
 
     def _lookup(self, peer: Peer, question: m.Lookup, reply: Reply) -> None:
-        _check_names(question)
+        _check_names(question, (*question.before, *question.hashes))
         remote = self._names(peer, question.remote)
         peer.elsewhere = frozenset(each.worker_id for each in question.remote)
         # It may ask again: what it was answered before is not computed beside what it is now.
@@ -435,8 +438,11 @@ class Handlers:
         return found
 
 
-def _check_names(question: m.Lookup | m.Store | m.Retrieve) -> None:
-    if len(set(map(len, question.hashes))) > 1:
+def _check_names(
+    question: m.Lookup | m.Store | m.Retrieve, hashes: Sequence[bytes] | None = None
+) -> None:
+    """hashes: all that it names; None: its own."""
+    if len(set(map(len, question.hashes if hashes is None else hashes))) > 1:
         raise WireError("the chunk hashes of a message differ in length")
     if not is_sent(question.tenant):
         raise WireError("no engine sends this name of a tenant")

@@ -22,6 +22,7 @@ from itertools import islice
 
 import msgspec
 
+from lmcache_redis.agent.sights import ChunkSights
 from lmcache_redis.cache.pool import Entry, HostPool
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.errors import WireError
@@ -268,10 +269,20 @@ class Session:
 
 
 class Sessions:
-    """All sessions, by engine and request. history: of requests, ended ones included."""
+    """All sessions, by engine and request.
 
-    def __init__(self, pool: HostPool, metrics: Metrics, timeout_s: float) -> None:
+    history: of requests, ended ones included. sights: of their chunks; None: all are written.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        metrics: Metrics,
+        timeout_s: float,
+        sights: ChunkSights | None = None,
+    ) -> None:
         self.history = RequestHistory()
+        self.sights = sights
         self.timeout_s = timeout_s
         self._pool = pool
         self._metrics = metrics

@@ -138,7 +138,8 @@ class WriteBehind:
                     continue
                 present = found and not self.is_removing(entry.key)
                 self._pool.seen(self._index, (entry.key,), there=present)
-                if not present and entry.state is EntryState.READY:
+                is_lacking = not present and entry.state is EntryState.READY
+                if is_lacking and not entry.is_held_back:
                     self.enqueue(entry)
         self.keep(others)
 

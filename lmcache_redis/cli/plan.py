@@ -65,6 +65,9 @@ def plan(
             metavar="N,...", help="Engines, each with its own pool. They get requests in turns."
         ),
     ] = "1",
+    store_after: Annotated[
+        str, typer.Option(metavar="N,...", help="Requests after which a chunk is stored.")
+    ] = "1",
     chunk_size_tokens: Annotated[
         str | None,
         typer.Option(
@@ -130,9 +133,10 @@ def plan(
 
       lmcache-redis plan recorded.jsonl --redis-bytes 0,256GiB
     """
-    from lmcache_redis.plan.figures import Grid, Prices, plan_rows
+    from lmcache_redis.plan.figures import Grid, Prices, plan_rows, stored_less
     from lmcache_redis.plan.pacing import Speeds
     from lmcache_redis.plan.reading import read_trace
+    from lmcache_redis.plan.shown import admission
 
     paths = [*(traces or [])]
     if example is not None:
@@ -158,9 +162,12 @@ def plan(
         disk_bytes=_sizes("--disk-size", disk_size),
         redis_bytes=redis_sizes,
         engine_bytes=parse_size(engine_bytes, "--engine-bytes"),
+        store_after=_counts("--store-after", store_after, 255),
     )
     rows = plan_rows(trace, grid, speeds, prices)
-    _show(paths, trace, rows, _assumed(trace, speeds, prices), html, as_json)
+    less = stored_less(trace, rows, speeds, prices)
+    notes = [*trace.notes] if less is None else [admission(*less), *trace.notes]
+    _show(paths, trace, notes, rows, _assumed(trace, speeds, prices), html, as_json)
 
 
 def _write(path: Path, text: Iterable[str], option: str) -> None:
@@ -223,6 +230,7 @@ def _power_of_two(nbytes: int) -> int:
 def _show(
     paths: Sequence[Path],
     trace: Trace,
+    notes: Sequence[str],
     rows: Sequence[PlanRow],
     assumed: Mapping[str, str],
     html: Path | None,
@@ -230,7 +238,7 @@ def _show(
 ) -> None:
     from lmcache_redis.plan import shown
 
-    notes = [*trace.notes, *shown.warnings(rows)]
+    notes = [*notes, *shown.warnings(rows)]
     name = ", ".join(path.name for path in paths)
     if html is not None:
         text = shown.page(f"Plan for {name}", assumed, notes, rows)
@@ -271,8 +279,12 @@ def _table(title: str, rows: Sequence[PlanRow]) -> Any:
 
     best = best_row(rows)
     always = {"pool GiB", "Redis GiB", "hit rate", "GPU s saved", "$ a month"}
+    # What is stored differs with Redis; it matters where it is chosen.
+    unasked = {"stored GiB"} if len({row.store_after for row in rows}) == 1 else set()
     table, kept = Table(title=title), []
     for column, text in COLUMNS.items():
+        if column in unasked:
+            continue
         texts = [text(row) for row in rows]
         if column in always or len(set(texts)) > 1:
             table.add_column(column, justify="right")

@@ -62,10 +62,12 @@ COLUMNS: Mapping[str, Callable[[PlanRow], str]] = MappingProxyType(
         "pool GiB": lambda row: gib(row.pool_bytes),
         "disk GiB": lambda row: gib(row.disk_bytes),
         "Redis GiB": lambda row: gib(row.redis_bytes),
+        "store after": lambda row: str(row.store_after),
         "hit rate": lambda row: f"{row.hit_rate:.1%}",
         "pool": lambda row: f"{row.hit_rate_pool:.1%}",
         "disk": lambda row: f"{row.hit_rate_disk:.1%}",
         "Redis": lambda row: f"{row.hit_rate_redis:.1%}",
+        "stored GiB": lambda row: gib(row.stored_bytes),
         "GPU s saved": lambda row: f"{row.gpu_s_saved:,.0f}",
         "first token saved s": lambda row: f"{row.first_token_s_saved:.2f}",
         "engines busy": lambda row: _if_known(row.busy_share, ".0%"),
@@ -108,6 +110,17 @@ def sentence(rows: Sequence[PlanRow]) -> str:
     if row.busy_share is not None and row.busy_share > 1:
         said += " The replicas cannot compute the rest in the time of the trace: add some."
     return said
+
+
+def admission(row: PlanRow, less: PlanRow) -> str:
+    """What is saved and lost if chunks are stored after two requests."""
+    saved = 1 - less.stored_bytes / max(1, row.stored_bytes)
+    return (
+        f"With --store-after {less.store_after} agents would write {saved:.0%} less to a Redis of "
+        f"{gib(row.redis_bytes)} GiB ({gib(less.stored_bytes)} GiB instead of "
+        f"{gib(row.stored_bytes)}), and the hit rate would be {less.hit_rate:.1%} instead of "
+        f"{row.hit_rate:.1%}."
+    )
 
 
 def warnings(rows: Sequence[PlanRow]) -> list[str]:

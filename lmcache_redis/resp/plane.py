@@ -49,6 +49,7 @@ from lmcache_redis.resp.net.commands import Command, Use, needed
 from lmcache_redis.resp.net.wire import escape_pattern, keys_commands, prefix_pattern
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import RedisOptions, parse_deployment, uses_of
+from lmcache_redis.resp.ranking import MostUsed, RankedKeys, walk_uses
 from lmcache_redis.resp.transfers import Read, Write
 from lmcache_redis.resp.unlinking import remove_chunk
 from lmcache_redis.tiers import (
@@ -88,6 +89,7 @@ class RedisPlane:
 
     Args:
         options: Of the server and its connections.
+        uses: What else its user needs rights for.
 
     Raises:
         ConfigError: The URL names no server.
@@ -95,8 +97,9 @@ class RedisPlane:
 
     name = "Redis"
 
-    def __init__(self, options: RedisOptions) -> None:
+    def __init__(self, options: RedisOptions, uses: Sequence[Use] = ()) -> None:
         self.options = options
+        self._uses = tuple(uses)
         self.deployment = parse_deployment(options)
         self._jobs = Jobs()
         self._nodes = DataNodes(self.deployment, options, self._jobs)
@@ -164,7 +167,8 @@ class RedisPlane:
         """Those that its user needs rights for, by the settings and by who listens now."""
         uses = {Use.ROUTERS: self.removals.is_listening, Use.TENANTS: self.adds_up}
         others = (use for use, is_used in uses.items() if is_used)
-        return needed((*uses_of(self.deployment, self.options.ttl_refresh), *others))
+        always = uses_of(self.deployment, self.options.ttl_refresh)
+        return needed((*always, *self._uses, *others))
 
     def stats(self) -> PlaneStats:
         """Counts since the start, taken at one moment."""
@@ -360,6 +364,22 @@ class RedisPlane:
 
         pattern = escape_pattern(prefix) + b"*" + _FIRST_STRIPE
         steps = partial(walk_keys, pattern, found, "TYPE", "string")
+        self._walk(steps, deadline, walked)
+
+    def rank(
+        self, prefixes: Sequence[bytes], limit: int, deadline: float, done: Done[RankedKeys]
+    ) -> None:
+        """The keys with one of these prefixes that are used most, about `limit` at most.
+
+        SCANs all servers, in small steps, after scans. Uses OBJECT. If they do not answer in time,
+        what was found until then.
+        """
+        found = MostUsed(prefixes, _FIRST_STRIPE, limit)
+        steps = partial(walk_uses, prefix_pattern(prefixes) + _FIRST_STRIPE, found)
+
+        def walked(outcome: CallOutcome) -> None:
+            done(RankedKeys(outcome, found.ranked(), found.refused))
+
         self._walk(steps, deadline, walked)
 
     def remove(

@@ -45,6 +45,7 @@ class Agent:
         request_id: str,
         names: Sequence[bytes],
         first_chunk: int,
+        before: Sequence[bytes],
         token_s: float,
         busy_s: float,
         tenant: str,

@@ -59,12 +59,14 @@ class ScriptedAdapter:
         request_id: str,
         hashes: Any,
         first_chunk: int,
+        before: Any,
         token_s: float,
         busy_s: float,
         tenant: str,
     ) -> None:
         self.token_s, self.busy_s, self.tenant = token_s, busy_s, tenant
         self.hashes = len(hashes)
+        assert len(before) == first_chunk
         if request_id not in self.jobs:
             self.jobs.add(request_id)
             self.lookups.append((request_id, first_chunk))

@@ -66,6 +66,23 @@ def test_rows_have_each_size_with_each(trace: Path) -> None:
     assert document["assumed"]["link to Redis"].startswith("12,500 MB/s")
 
 
+def test_what_storing_later_saves_and_loses_is_said(trace: Path) -> None:
+    sizes = (trace, "--pool-bytes", "8GiB", "--redis-bytes", "256GiB")
+    said = re.search(
+        r"With --store-after 2 .* write (\d+)% less .* 256 GiB .* (\d+\.\d)% instead of (\d+\.\d)%",
+        run(*sizes),
+    )
+    assert said is not None
+    rows = json.loads(run(*sizes, "--store-after", "1,2", "--json"))["rows"]
+    all_, less = sorted(rows, key=lambda row: row["store_after"])
+    assert f"{1 - less['stored_bytes'] / all_['stored_bytes']:.0%}" == f"{said[1]}%"
+    assert [f"{row['hit_rate']:.1%}" for row in (less, all_)] == [f"{said[2]}%", f"{said[3]}%"]
+    assert 0 < less["stored_bytes"] < all_["stored_bytes"]
+    table = run(*sizes, "--store-after", "1,2")
+    assert "stored GiB" in table
+    assert "With --store-after" not in table
+
+
 def test_the_page_loads_nothing_and_its_plots_are_whole(trace: Path, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     text = run(trace, "--html", page, "--pool-bytes", "8GiB,32GiB", "--redis-bytes", "0,256GiB")

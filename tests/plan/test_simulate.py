@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -70,15 +70,17 @@ def test_a_distance_is_the_size_of_a_cache_that_hits(names: list[int], capacity:
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("chunk_tokens", [512, 1024])
+@pytest.mark.parametrize(("chunk_tokens", "store_after"), [(512, 1), (1024, 1), (512, 2), (512, 3)])
 def test_prefixes_are_those_of_caches_one_by_one(
-    example: Trace, replicas: int, chunk_tokens: int
+    example: Trace, replicas: int, chunk_tokens: int, store_after: int
 ) -> None:
     trace = example.in_chunks(chunk_tokens)
     nbytes = trace.layout.nbytes
     replay = Replay(trace, replicas)
     sizes = Capacity(60 * nbytes, 150 * nbytes, 400 * nbytes, 20 * nbytes)
-    found = replay.find(sizes)
+    found = replay.find(sizes, store_after)
+    seen: list[Counter[int]] = [Counter() for _ in range(replicas)]
+    stored: set[int] = set()
     engines, pools, disks = (
         [Lru(size) for _ in range(replicas)]
         for size in (sizes.engine_bytes, sizes.pool_bytes, sizes.disk_bytes)
@@ -94,14 +96,17 @@ def test_prefixes_are_those_of_caches_one_by_one(
             name = int(trace.ids[chunk])
             place = next((n for n, tier in enumerate(tiers) if name in tier), NOWHERE)
             assert found.places[chunk] == place
-            assert found.written[chunk] == (name not in redis)
+            seen[at][name] += 1
+            if seen[at][name] >= store_after:
+                stored.add(name)
+            assert found.written[chunk] == (name in stored and name not in redis)
             here = name in engines[at], name in engines[at] or place != NOWHERE
             leads = [led and has for led, has in zip(leads, here, strict=True)]
             lengths = [n + led for n, led in zip(lengths, leads, strict=True)]
-            for cache in (*tiers, engines[at]):
+            for cache in (*(tiers if name in stored else tiers[:1]), engines[at]):
                 cache.use(name, nbytes)
         for name in trace.ids[begin:end][::-1].tolist():
-            for cache in (*tiers, engines[at]):
+            for cache in (*(tiers if name in stored else tiers[:1]), engines[at]):
                 cache.use(name, nbytes)
         assert [found.begin[request], found.end[request]] == lengths
     assert replicas == 1 or len({*replay.replica_of.tolist()}) == replicas

@@ -28,6 +28,7 @@ class Use(enum.Enum):
     SENTINEL = "Sentinel"
     ROUTERS = "routers"
     TENANTS = "--tenant-bytes"
+    WARM = "--warm-bytes"
 
 
 class Command(NamedTuple):
@@ -90,6 +91,10 @@ COMMANDS: Final = (
     Command(
         "subscribe", ("SUBSCRIBE", CHANNEL),
         "routers are not told what Redis evicts and expires", Use.ROUTERS,
+    ),
+    Command("object|freq", ("OBJECT", "FREQ", KEY), "new host pools are not filled", Use.WARM),
+    Command(
+        "object|idletime", ("OBJECT", "IDLETIME", KEY), "new host pools are not filled", Use.WARM
     ),
     Command(
         "sentinel|get-master-addr-by-name", ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE),
