@@ -31,7 +31,17 @@ LAYERS = (
     {"device", "resp"},
     {"tiers", "seal"},
     {"chunks"},
-    {"config", "errors", "metrics", "native", "processes", "settings", "sources", "systemd"}
+    {
+        "config",
+        "errors",
+        "metrics",
+        "native",
+        "processes",
+        "settings",
+        "sources",
+        "systemd",
+        "units",
+    }
     | {"tenants"},
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -206,6 +216,30 @@ def test_only_integrations_import_vllm() -> None:
         for each in module.imports
         if module.component != "integrations" and each.is_of("vllm") and each.at_runtime
     ]
+
+
+def test_only_the_command_of_the_gateway_imports_compat() -> None:
+    """LMCache's interfaces are a leaf: a reader of the core never meets them."""
+    importers = {
+        module.path
+        for module in modules()
+        for each in module.imports
+        if component_of(each.module) == "compat" and module.component != "compat"
+    }
+    assert importers == {"cli/gateway.py"}
+
+
+def test_what_an_agent_says_moves_nothing() -> None:
+    """The rooms that move KV import of the reports only who starts them."""
+    rooms = {
+        module.path
+        for module in modules()
+        for each in module.imports
+        if each.is_of("lmcache_redis.agent.reports")
+        and module.component == "agent"
+        and not module.path.startswith("agent/reports/")
+    }
+    assert rooms == {"agent/main.py", "agent/service.py"}
 
 
 def test_torch_is_imported_late() -> None:

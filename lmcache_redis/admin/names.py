@@ -133,33 +133,8 @@ def read_age(option: str, text: str | None) -> float | None:
     return float(match.group(1)) * _AGE_UNITS[match.group(2)]
 
 
-def shown_age(seconds: float) -> str:
-    """An age in the largest suitable unit: 45 s, 12 min, 3.5 h, 8.0 days."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 172_800:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 86_400:.1f} days"
-
-
-def shown_bytes(size_bytes: float) -> str:
-    """Two or three digits and a binary unit: 128 KiB, 1.5 GiB."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        value = size_bytes / 1024**power
-        if value >= 1:
-            return f"{value:.{0 if value >= 100 or value % 1 == 0 else 1}f} {unit}"
-    return f"{size_bytes:.0f} bytes"
-
-
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Lines in which the cells of a column begin below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip()
-
-
-def gigabytes(size_bytes: float) -> str:
-    """Decimal gigabytes, as networks count: 1.05 GB."""
-    return f"{size_bytes / 1e9:.2f} GB"

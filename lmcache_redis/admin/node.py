@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmcache_redis import __version__
-from lmcache_redis.admin.names import shown_bytes
 from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Finding, advised
 from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import payload_of
 from lmcache_redis.chunks.frame import StripeHeader, stripe_payload_bytes
 from lmcache_redis.device import driver
 from lmcache_redis.errors import CudaError, RedisError
+from lmcache_redis.units import shown_bytes
 
 # vLLM names its processes so: VLLM::EngineCore, VLLM::Worker_TP0.
 _ENGINE_TITLE = "VLLM::"

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from lmcache_redis.admin.facts import Facts
-from lmcache_redis.admin.names import gigabytes, shown_age, shown_bytes
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.config import (
     DEFAULT_GET_CONNECTIONS,
@@ -17,6 +16,7 @@ from lmcache_redis.config import (
 )
 from lmcache_redis.resp.net.advice import NAME_THE_CLUSTER, NAME_THE_PRIMARY
 from lmcache_redis.resp.net.endpoint import Transport
+from lmcache_redis.units import gigabytes, shown_age, shown_bytes
 
 OLDEST_VERSION = (6, 2)
 STRIPE_BYTES = DEFAULT_SLOT_BYTES + HEADER_BYTES

@@ -10,6 +10,5 @@ canaries have found, `sessions` the pins of requests and what became of them. Th
 `lmcache_redis.cache`.
 
 Beside that way: `agent` (what an agent consists of, its status), `main` (start, reload, stop),
-`watching` (changes, for schedulers), `explaining` (why requests missed), `recording` (for `plan`),
-`exported` (metrics for Prometheus) with its `page`, `embedded` (a Redis of the agent).
+`embedded` (a Redis of the agent), and a wing, `reports`: what an agent says of itself.
 """

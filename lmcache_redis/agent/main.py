@@ -20,7 +20,7 @@ import zmq
 from lmcache_redis import __version__
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.embedded import embedded_redis
-from lmcache_redis.agent.recording import TraceRecorder
+from lmcache_redis.agent.reports.recording import TraceRecorder
 from lmcache_redis.agent.service import Service
 from lmcache_redis.cache.pool import Arena
 from lmcache_redis.config import AgentConfig, endpoint_path, ensure_private, parse_address
@@ -160,7 +160,7 @@ def _exporter(
     address: str, agent: Agent, service: Service
 ) -> contextlib.AbstractContextManager[object]:
     # Most agents have none: an HTTP server is not worth its imports then.
-    from lmcache_redis.agent.exported import collector_of, pages_of
+    from lmcache_redis.agent.reports.exported import collector_of, pages_of
     from lmcache_redis.metrics.exporter import serve_metrics
 
     counted = agent.cache.metrics.registry

@@ -33,13 +33,13 @@ from lmcache_redis import __version__, transport
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent, status_report, summary
 from lmcache_redis.agent.comparing import CompareJob
-from lmcache_redis.agent.explaining import Explanations
 from lmcache_redis.agent.jobs import CopyJob, RetrieveJob, StoreJob
 from lmcache_redis.agent.lookups import LookupJob
 from lmcache_redis.agent.peers import Peer, Registration, Reply
-from lmcache_redis.agent.recording import TraceRecorder
 from lmcache_redis.agent.registering import Registering
-from lmcache_redis.agent.watching import Watches
+from lmcache_redis.agent.reports.explaining import Explanations
+from lmcache_redis.agent.reports.recording import TraceRecorder
+from lmcache_redis.agent.reports.watching import Watches
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES
 from lmcache_redis.chunks.names import ChunkNames, PartNames
 from lmcache_redis.errors import DeviceError, FormatError, GpuLost, LMCacheRedisError, WireError

@@ -31,7 +31,7 @@ from lmcache_redis.errors import FormatError, check_int
 
 # The fingerprint of tensors, which have no layout.
 TENSORS = hashlib.blake2b(b"lmcr1.tensors", digest_size=32).digest()
-# That of values that describe layouts, see `agent.explaining`.
+# That of values that describe layouts, see `agent.reports.explaining`.
 DESCRIPTIONS = hashlib.blake2b(b"lmcr1.layouts", digest_size=32).digest()
 
 MAX_REACH_TOKENS = 1 << 40

@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from lmcache_redis.agent import words
+from lmcache_redis.agent.reports import words
 from lmcache_redis.metrics import COUNTERS
 
 _GIB = 1 << 30

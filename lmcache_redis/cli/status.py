@@ -65,7 +65,7 @@ def _print_rows(out: Console, found: list[_Row]) -> None:
 
 
 def rows(report: _Report) -> Iterator[_Row]:
-    from lmcache_redis.agent import words
+    from lmcache_redis.agent.reports import words
 
     agent = f"{report['version']}, process {report['pid']}, up for {words.uptime(report)}"
     yield "agent", agent, False
@@ -91,8 +91,8 @@ def rows(report: _Report) -> Iterator[_Row]:
 
 
 def _tiers(report: _Report) -> Iterator[_Row]:
-    from lmcache_redis.admin.names import shown_bytes
-    from lmcache_redis.agent import words
+    from lmcache_redis.agent.reports import words
+    from lmcache_redis.units import shown_bytes
 
     pool, disk, redis = report["pool"], report["disk"], report["redis"]
     loads, queues = report["loads"], report["queues"]
@@ -133,7 +133,7 @@ def _engines(report: _Report) -> Iterator[_Row]:
 
 
 def _reasons(report: _Report, kind: str) -> str:
-    from lmcache_redis.agent import words
+    from lmcache_redis.agent.reports import words
 
     found = words.reasons(report, kind)
     return ", ".join(f"{name} {count:,}" for name, count in found.items()) or "none"

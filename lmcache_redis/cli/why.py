@@ -326,7 +326,7 @@ def _clock(at_s: float) -> str:
 
 
 def _ago(seconds: float) -> str:
-    from lmcache_redis.admin.names import shown_age
+    from lmcache_redis.units import shown_age
 
     return f"{shown_age(max(0.0, seconds))} ago"
 

@@ -2,7 +2,7 @@
 
 `Metrics` makes them with prometheus_client, a set for each cache. Code and STATUS know each by a
 name of its own, because several are one exposed metric with a label. What else is exposed is
-declared where its values are: `agent.exported`, `compat.gateway.server`, and
+declared where its values are: `agent.reports.exported`, `compat.gateway.server`, and
 `integrations.vllm.reports.stats`.
 """
 

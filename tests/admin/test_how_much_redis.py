@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.admin.names import shown_bytes
 from lmcache_redis.admin.sizes.sizing import ModelSize, SizeOptions, size_model
 from lmcache_redis.cli.size import size
+from lmcache_redis.units import shown_bytes
 from tests.admin.models import PUBLISHED, Published
 
 pytest.importorskip("transformers", reason="writes the configs of models")

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache_redis.agent.exported import metrics_of, tenants_of
+from lmcache_redis.agent.reports.exported import metrics_of, tenants_of
 from lmcache_redis.agent.uses import TenantUse
 from lmcache_redis.config import AgentConfig, parse_address
 from lmcache_redis.errors import ConfigError

@@ -15,9 +15,9 @@ from lmcache_redis import messages as m
 from lmcache_redis.admin.names import parse_name
 from lmcache_redis.agent import registering
 from lmcache_redis.agent.agent import Agent
-from lmcache_redis.agent.explaining import Explanations
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.registering import form_of
+from lmcache_redis.agent.reports.explaining import Explanations
 from lmcache_redis.agent.sessions import PastLookup, RequestHistory
 from lmcache_redis.cache.pacing import Bet
 from lmcache_redis.cache.pool import Arena

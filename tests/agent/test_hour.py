@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lmcache_redis.agent.charts import charts
-from lmcache_redis.agent.history import MINUTES, SAMPLE_S, History, Minute
+from lmcache_redis.agent.reports.charts import charts
+from lmcache_redis.agent.reports.history import MINUTES, SAMPLE_S, History, Minute
 from lmcache_redis.metrics import Metrics
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.scraping import get, port_in

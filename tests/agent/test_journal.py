@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_redis.agent.watching import Journal
+from lmcache_redis.agent.reports.watching import Journal
 from lmcache_redis.chunks.names import ChunkNames, PartNames
 from lmcache_redis.messages import Change
 

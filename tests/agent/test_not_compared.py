@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.agent.words import not_compared
+from lmcache_redis.agent.reports.words import not_compared
 from tests.agent.test_canaries import BLOCKS, HASHES, TOKENS, canary, counts
 from tests.cli.test_commands import run
 from tests.harness import AgentServer, Engine

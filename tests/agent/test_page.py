@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.agent.history import MINUTES, Minute
-from lmcache_redis.agent.page import HEADERS, page
+from lmcache_redis.agent.reports.history import MINUTES, Minute
+from lmcache_redis.agent.reports.page import HEADERS, page
 from lmcache_redis.agent.sessions import FirstMiss, PastLookup, PastRequest
 from lmcache_redis.metrics import COUNTERS
 from lmcache_redis.metrics.exporter import OwnerCollector, serve_metrics
@@ -248,7 +248,7 @@ def test_an_agent_has_one_in_a_browser(tmp_path: Path, redis_server: RedisServer
 @pytest.mark.servers
 def test_the_browser_asks_again_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     browser, asked = Browser.find(tmp_path / "profile"), []
-    monkeypatch.setattr("lmcache_redis.agent.page.REFRESH_S", 1)
+    monkeypatch.setattr("lmcache_redis.agent.reports.page.REFRESH_S", 1)
 
     def answer(_: object, start: Callable[..., None]) -> list[bytes]:
         asked.append(None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.agent import words
+from lmcache_redis.agent.reports import words
 from lmcache_redis.cli.shown import console, status_tables
 from lmcache_redis.cli.why import request_lines
 from lmcache_redis.client.control import ControlClient

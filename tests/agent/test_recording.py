@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.agent import recording
-from lmcache_redis.agent.recording import TraceRecorder
+from lmcache_redis.agent.reports import recording
+from lmcache_redis.agent.reports.recording import TraceRecorder
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.plan import records

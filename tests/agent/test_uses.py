@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from lmcache_redis.agent.exported import tenants_of
+from lmcache_redis.agent.reports.exported import tenants_of
 from lmcache_redis.agent.uses import MOST_KEPT, MOST_ROWS, Tenants
 from lmcache_redis.tenants import NONE, OTHER
 

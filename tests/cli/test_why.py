@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lmcache_redis.agent.explaining import Explanations
+from lmcache_redis.agent.reports.explaining import Explanations
 from lmcache_redis.cli.why import (
     REASONS,
     compare,

@@ -25,10 +25,10 @@ MODULES = {"time", "datetime", "date"}
 # They show times to people, and move no chunk.
 TOOLS = {"admin", "cli"}
 SHOWN = {
-    "agent/exported.py",
+    "agent/reports/exported.py",
     "agent/sessions.py",
-    "agent/page.py",
-    "agent/recording.py",
+    "agent/reports/page.py",
+    "agent/reports/recording.py",
     "integrations/vllm/reports/stats.py",
 }
 

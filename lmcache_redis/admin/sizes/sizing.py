@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_redis.admin.names import gigabytes, shown_bytes, table
+from lmcache_redis.admin.names import table
 from lmcache_redis.admin.sizes.families import (
     DTYPE_BYTES,
     KV_DTYPES,
@@ -28,6 +28,7 @@ from lmcache_redis.chunks.keys import NAMESPACE_BYTES
 from lmcache_redis.chunks.names import Reach, key_stem, stripe_key
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.units import gigabytes, shown_bytes
 
 _REACHES = {
     "all": "full",

@@ -14,13 +14,13 @@ from hashlib import sha256
 from html import escape
 from typing import Any, Final
 
-from lmcache_redis.admin.names import shown_age, shown_bytes
-from lmcache_redis.agent import words
-from lmcache_redis.agent.charts import charts
-from lmcache_redis.agent.history import Minute
+from lmcache_redis.agent.reports import words
+from lmcache_redis.agent.reports.charts import charts
+from lmcache_redis.agent.reports.history import Minute
 from lmcache_redis.agent.sessions import PastRequest
 from lmcache_redis.metrics import COUNTERS
 from lmcache_redis.tenants import NONE
+from lmcache_redis.units import shown_age, shown_bytes
 
 REFRESH_S: Final = 5
 _STYLE: Final = """

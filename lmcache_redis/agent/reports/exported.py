@@ -19,9 +19,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent, status_report
-from lmcache_redis.agent.history import SAMPLE_S, History, Minute
-from lmcache_redis.agent.page import HEADERS, PRIVATE, page
 from lmcache_redis.agent.peers import Reply
+from lmcache_redis.agent.reports.history import SAMPLE_S, History, Minute
+from lmcache_redis.agent.reports.page import HEADERS, PRIVATE, page
 from lmcache_redis.agent.sessions import PastRequest
 from lmcache_redis.agent.uses import TenantUse
 from lmcache_redis.metrics.exporter import (

@@ -24,9 +24,9 @@ from typing import Any
 import msgspec
 
 from lmcache_redis import messages as m
-from lmcache_redis.agent import words
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.peers import Registration, Reply
+from lmcache_redis.agent.reports import words
 from lmcache_redis.cache.threads import posting
 from lmcache_redis.chunks.frame import ChunkFrame, stripe_payload_bytes
 from lmcache_redis.chunks.keys import ObjectKey

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from lmcache_redis.admin.names import shown_age
+from lmcache_redis.units import shown_age
 
 TIERS: Final = ("host", "disk", "redis")
 

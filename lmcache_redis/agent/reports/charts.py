@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from lmcache_redis.admin.names import shown_bytes
-from lmcache_redis.agent import words
-from lmcache_redis.agent.history import MINUTES, Minute
+from lmcache_redis.agent.reports import words
+from lmcache_redis.agent.reports.history import MINUTES, Minute
+from lmcache_redis.units import shown_bytes
 
 _HEIGHT: Final = 100.0
 _PITCH: Final = 10
