@@ -14,6 +14,7 @@ import typer
 
 from lmcache_redis import __version__
 from lmcache_redis.cli import admin
+from lmcache_redis.cli.gateway import GatewayConfig, run_gateway
 from lmcache_redis.cli.options import (
     AsJson,
     Endpoint,
@@ -29,7 +30,6 @@ from lmcache_redis.cli.size import size
 from lmcache_redis.cli.status import status
 from lmcache_redis.cli.top import top
 from lmcache_redis.cli.why import why
-from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import AgentConfig, TierSettings
 from lmcache_redis.errors import ConfigError, LMCacheRedisError, StartError
 from lmcache_redis.sources import config_from, misspelt_variables
@@ -100,10 +100,7 @@ def gateway(**options: Any) -> None:
 
       lmcache-redis gateway --listen lm://0.0.0.0:65432 --allowed-peers fd00::/8
     """
-    config = _config_of(GatewayConfig, options)
-    from lmcache_redis.compat.gateway.main import run_gateway
-
-    raise typer.Exit(run_gateway(config))
+    raise typer.Exit(run_gateway(_config_of(GatewayConfig, options)))
 
 
 def _config_of(of: type[_Config], options: dict[str, Any]) -> _Config:

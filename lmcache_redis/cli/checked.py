@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lmcache_redis.compat.gateway.config import GatewayConfig
+from lmcache_redis.cli.gateway import GatewayConfig, check_gateway
 from lmcache_redis.config import (
     AgentConfig,
     ClientConfig,
@@ -88,9 +88,7 @@ def _check_files(config: TierSettings) -> None:
         if os.path.lexists(directory):
             ensure_private(directory)
     if isinstance(config, GatewayConfig):
-        from lmcache_redis.compat.gateway.server import tls_context
-
-        tls_context(config)
+        check_gateway(config)
 
 
 def _check_disk(directory: Path) -> None:
