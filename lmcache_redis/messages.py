@@ -119,6 +119,7 @@ from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.handles import StorageHandle as StorageHandle  # a field type below
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.tenants import MOST_LETTERS
+from lmcache_redis.tier_kinds import KINDS
 
 PROTOCOL_VERSION = 8
 MAGIC = b"LMCR-MP"
@@ -383,9 +384,10 @@ class Done(Message, frozen=True, tag="DONE"):
 
 
 # Where a chunk was when it was looked up.
-TIER_NAMES = MappingProxyType({"h": "host", "d": "disk", "r": "redis"})
-Tiers = Annotated[str, msgspec.Meta(pattern="^[hdr]*$")]
-Tier = Annotated[str, msgspec.Meta(pattern="^[hdr]$")]
+TIER_NAMES = MappingProxyType({kind.letter: kind.name for kind in KINDS})
+_LETTERS = "".join(TIER_NAMES)
+Tiers = Annotated[str, msgspec.Meta(pattern=f"^[{_LETTERS}]*$")]
+Tier = Annotated[str, msgspec.Meta(pattern=f"^[{_LETTERS}]$")]
 
 
 class LookupResult(Message, frozen=True, tag="LOOKUP_RESULT"):

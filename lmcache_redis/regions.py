@@ -41,20 +41,22 @@ from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.resp.options import load_provider
 from lmcache_redis.seal import read_seal_keys
+from lmcache_redis.tier_kinds import REDIS
 from lmcache_redis.tiers import (
     DOUBTFUL,
-    REDIS_COUNTERS,
     CallOutcome,
     ChunkIO,
     ExistsResult,
     ReadOutcome,
     RemoveResult,
+    TierCounters,
     WriteOutcome,
 )
 
 # Told once for each chunk of a call in order: on a thread of the plane, or before the call returns.
 Answer = Callable[[list[bool]], None]
 
+_COUNTERS = TierCounters.of(REDIS)
 _DIGEST_BYTES = 32
 _MOST_DISTRUSTED = 65_536
 
@@ -264,10 +266,10 @@ class RegionStore:
 
     def _read(self, job: ChunkIO, how: ReadOutcome) -> bool:
         if how is ReadOutcome.LOADED:
-            self.metrics.count(REDIS_COUNTERS.loaded_chunks)
-            self.metrics.count(REDIS_COUNTERS.loaded_bytes, job.frame.chunk_bytes)
+            self.metrics.count(_COUNTERS.loaded_chunks)
+            self.metrics.count(_COUNTERS.loaded_bytes, job.frame.chunk_bytes)
             return True
-        self.metrics.count(REDIS_COUNTERS.misses[how])
+        self.metrics.count(_COUNTERS.misses[how])
         if how in DOUBTFUL:
             with self._lock:
                 while len(self._distrusted) >= _MOST_DISTRUSTED:
@@ -277,10 +279,10 @@ class RegionStore:
 
     def _wrote(self, job: ChunkIO, how: WriteOutcome) -> bool:
         if how is not WriteOutcome.STORED:
-            self.metrics.count(REDIS_COUNTERS.drops[how])
+            self.metrics.count(_COUNTERS.drops[how])
             return False
-        self.metrics.count(REDIS_COUNTERS.stored_chunks)
-        self.metrics.count(REDIS_COUNTERS.stored_bytes, job.frame.chunk_bytes)
+        self.metrics.count(_COUNTERS.stored_chunks)
+        self.metrics.count(_COUNTERS.stored_bytes, job.frame.chunk_bytes)
         with self._lock:
             self._distrusted.pop(job.key, None)
         return True

@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
 from lmcache_redis.chunks.frame import ChunkFrame
+from lmcache_redis.tier_kinds import TierKind
 
 ResultT = TypeVar("ResultT")
 # Told the result of a call, once.
@@ -234,6 +235,17 @@ class PlaneStats:
     refused: Mapping[str, int]
 
 
+class TierPlace(NamedTuple):
+    """Where a tier keeps chunks, as it is shown: a directory, or a URL without a password.
+
+    used_bytes, limit_bytes: None: it does not know.
+    """
+
+    where: str
+    used_bytes: int | None = None
+    limit_bytes: int | None = None
+
+
 class Tier(Protocol):
     """See the module. `RedisPlane` and `disk.tier.DiskTier` are tiers."""
 
@@ -245,11 +257,15 @@ class Tier(Protocol):
     def state(self) -> PlaneState:
         """Up or down, and why. Cheap: called for every chunk that is enqueued."""
 
+    @property
+    def place(self) -> TierPlace:
+        """For people. No I/O."""
+
     def lookup(self, key: bytes) -> bool | None:
         """Whether the tier's index has the chunk. No I/O: called for every chunk of a lookup.
 
         False while the tier is down. None, for every key, if the tier has no index: then the cache
-        calls `scan` and `exists`.
+        calls `scan` and `exists`. Of a cache's tiers only the last may have none.
         """
 
     def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
@@ -345,8 +361,7 @@ class TierCounters:
     """Names of counters, and of the histograms of loads: a chunk's time, and the tier's rate.
 
     misses, drops: by the outcome of a read or write; a read that was cancelled is no miss of the
-    tier. silent: misses because it has not answered. is_remote: chunks that the tier already had
-    and cleared keys are counted too; drops and failed clears are logged.
+    tier. silent: misses because it has not answered.
     """
 
     loaded_chunks: str
@@ -359,46 +374,31 @@ class TierCounters:
     drops: Mapping[WriteOutcome, str]
     queue_full: str
     silent: str
-    is_remote: bool
 
-
-REDIS_COUNTERS = TierCounters(
-    "loaded_chunks",
-    "loaded_bytes",
-    "redis_load_seconds",
-    "redis_load_rate",
-    "stored_chunks",
-    "stored_bytes",
-    misses={
-        ReadOutcome.MISSING: "miss_absent",
-        ReadOutcome.INCOMPLETE: "miss_incomplete",
-        ReadOutcome.TORN: "miss_mixed_stores",
-        ReadOutcome.FOREIGN: "miss_foreign",
-        ReadOutcome.CORRUPT: "miss_corrupt",
-        ReadOutcome.NOT_OPENED: "miss_sealed",
-        ReadOutcome.TIMED_OUT: "miss_deadline",
-        ReadOutcome.UNAVAILABLE: "miss_redis_error",
-    },
-    drops=dict.fromkeys(WriteOutcome, "drop_redis_error")
-    | {WriteOutcome.FULL: "drop_redis_full", WriteOutcome.CANCELLED: "drop_shutdown"},
-    queue_full="drop_queue_full",
-    silent="miss_redis_silent",
-    is_remote=True,
-)
-
-DISK_COUNTERS = TierCounters(
-    "disk_loaded_chunks",
-    "disk_loaded_bytes",
-    "disk_load_seconds",
-    "disk_load_rate",
-    "disk_stored_chunks",
-    "disk_stored_bytes",
-    misses={each: "miss_disk" for each in ReadOutcome if each is not ReadOutcome.CANCELLED},
-    drops=dict.fromkeys(WriteOutcome, "drop_disk"),
-    queue_full="drop_disk",
-    silent="miss_disk",
-    is_remote=False,
-)
+    @classmethod
+    def of(cls, kind: TierKind) -> TierCounters:
+        misses: dict[ReadOutcome, str] = {
+            each: kind.misses.get(each.name, kind.miss)
+            for each in ReadOutcome
+            if each not in (ReadOutcome.LOADED, ReadOutcome.CANCELLED)
+        }
+        drops: dict[WriteOutcome, str] = {
+            each: kind.drops.get(each.name, kind.drop)
+            for each in WriteOutcome
+            if each is not WriteOutcome.STORED
+        }
+        return cls(
+            kind.counter("loaded_chunks"),
+            kind.counter("loaded_bytes"),
+            kind.load_seconds,
+            kind.load_rate,
+            kind.counter("stored_chunks"),
+            kind.counter("stored_bytes"),
+            misses,
+            drops,
+            kind.queue_full or kind.drop,
+            kind.silent or kind.miss,
+        )
 
 
 class Account(Protocol):
@@ -423,8 +423,12 @@ class Backing:
     """
 
     tier: Tier
-    counters: TierCounters
+    kind: TierKind
     write_limit_bytes: int
     ask_timeout_s: float = 1.0
     refresh_every_s: float = 60.0
     account: Account | None = None
+    counters: TierCounters = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counters", TierCounters.of(self.kind))

@@ -40,6 +40,7 @@ LAYERS = (
         "settings",
         "sources",
         "systemd",
+        "tier_kinds",
         "units",
     }
     | {"tenants"},

@@ -23,12 +23,12 @@ from lmcache_redis.cache.warming import Warming
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.pinning import PoolPinning
-from lmcache_redis.messages import TIER_NAMES
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp.options import user_of
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.tenants import parse_limits
-from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS, Backing, LastError
+from lmcache_redis.tier_kinds import DISK, HOST, KINDS, REDIS
+from lmcache_redis.tiers import Backing, LastError
 from lmcache_redis.transport import Wakeup
 
 Line = tuple[int, str]
@@ -40,10 +40,11 @@ _SERIOUS = (
 )
 # Counters of the log's line, beside misses and drops.
 _SAID = {
-    *("lookups", "lookup_chunks", "hit_chunks_host", "hit_chunks_disk", "hit_chunks_redis"),
-    *("retrieved_chunks", "gathered_chunks", "compared_chunks", "saved_tokens"),
-    *("stored_chunks", "disk_stored_chunks", "retrieves_failed", "lookups_timed_out"),
-    *("lookups_failed", "sessions_timed_out", "differing_chunks", "failed_removals", "wire_errors"),
+    *("lookups", "lookup_chunks", "retrieved_chunks", "gathered_chunks", "compared_chunks"),
+    *("saved_tokens", "retrieves_failed", "lookups_timed_out", "lookups_failed"),
+    *("sessions_timed_out", "differing_chunks", "failed_removals", "wire_errors"),
+    *(kind.hits for kind in KINDS),
+    *(kind.counter("stored_chunks") for kind in KINDS if kind is not HOST),
 }
 
 
@@ -65,14 +66,19 @@ class Agent:
     trust: LayoutTrust
 
     @staticmethod
-    def of(config: AgentConfig, arena: Arena, plane: RedisPlane) -> Agent:
-        """Raises ``ConfigError`` if the disk tier's directory cannot be used."""
+    def of(
+        config: AgentConfig, arena: Arena, plane: RedisPlane, more: Sequence[Backing] = ()
+    ) -> Agent:
+        """more: tiers between the disk and Redis.
+
+        Raises ``ConfigError`` if the disk tier's directory cannot be used.
+        """
         limit_bytes = config.write_queue_limit_bytes
         refresh_s = min(60.0, config.ttl_s / 4) if config.ttl_s else 60.0
         keys = plane.options.seal_keys
         peers = Peers(b"" if keys is None else keys.tenants)
         of_redis = limit_bytes, config.op_timeout_s, refresh_s, peers.tenants
-        backings = [Backing(plane, REDIS_COUNTERS, *of_redis)]
+        backings = [*more, Backing(plane, REDIS, *of_redis)]
         disk = None
         if config.disk_path is not None:
             # At most half of a lookup's time is for the disk; the rest is for Redis.
@@ -83,7 +89,7 @@ class Agent:
                 read_patience_s=patience_s,
                 in_background=True,
             )
-            backings.insert(0, Backing(disk, DISK_COUNTERS, limit_bytes))
+            backings.insert(0, Backing(disk, DISK, limit_bytes))
         wakeup = Wakeup()
         loop = OwnerLoop(wakeup.set)
         if config.tenant_bytes is not None:
@@ -149,6 +155,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
             "disk_writes": sum(map(len, queues[:-1])),
             "removals": agent.cache.failed_removals,
         },
+        "tiers": _tiers(agent),
         "warm": None if agent.cache.warming is None else agent.cache.warming.report(),
         "disk": _disk(agent),
         "loads": _loads(agent),
@@ -191,8 +198,7 @@ def _worth(peers: Peers, counters: Mapping[str, float]) -> dict[str, Any]:
     is_known = not saved or untimed < saved
     return {
         "hit_rate": {
-            tier: round(counters[f"hit_chunks_{tier}"] / asked, 4) if asked else None
-            for tier in TIER_NAMES.values()
+            kind.name: round(counters[kind.hits] / asked, 4) if asked else None for kind in KINDS
         },
         "tokens_saved": saved,
         "tokens_saved_untimed": untimed,
@@ -222,17 +228,33 @@ def _disk(agent: Agent) -> dict[str, Any] | None:
     }
 
 
+def _tiers(agent: Agent) -> dict[str, Any]:
+    """By name, in the order in which they are asked."""
+    cache = agent.cache
+    return {
+        kind.name: {
+            **tier.place._asdict(),
+            "up": (state := tier.state).up,
+            "reason": state.reason,
+            "last_error": _last_error(state.errors),
+            "writes": len(queue),
+            "write_bytes": queue.queued_bytes,
+        }
+        for kind, tier, queue in zip(cache.kinds, cache.tiers, cache.queues, strict=True)
+    }
+
+
 def _loads(agent: Agent) -> dict[str, Any]:
     """What decides whether a hit is loaded, by tier; and the lookups that wait for room."""
     cache = agent.cache
     tiers = {
-        tier.name.lower(): {
+        kind.name: {
             "bytes_per_s": round(rate.per_second()),
             "in_flight_bytes": rate.in_flight_bytes,
             # A tier whose operations fail is not slow.
             "is_slow": rate.is_slow and tier.state.read_error is None,
         }
-        for tier, rate in zip(cache.tiers, cache.rates, strict=True)
+        for kind, tier, rate in zip(cache.kinds, cache.tiers, cache.rates, strict=True)
     }
     engines = {
         peer.engine_id: round(1 / peer.computing.token_s)

@@ -25,12 +25,11 @@ from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.threads import Action
 from lmcache_redis.chunks.names import ChunkForm, PartNames
+from lmcache_redis.tier_kinds import HOST
 
 logger = logging.getLogger(__name__)
 
 _JOIN_POLL_S = 0.01
-# Why a prefix is not longer, if a tier that fails may be the cause.
-_OF_TIERS = frozenset({"redis_error", "redis_silent", "disk", "deadline"})
 
 
 class LookupJob:
@@ -206,9 +205,10 @@ class LookupJob:
     def _note(self, found: PrefixLookup, tiers: str, took_s: float, layouts: Sequence[str]) -> None:
         reason, words, missed = "", sorted(found.end.reasons), b""
         if found.bound < len(self._question.hashes):
-            reason = found.end.counter.removeprefix("miss_")
+            counter = found.end.counter
+            reason = counter.removeprefix("miss_")
             missed = self._question.hashes[found.bound]
-            if reason in _OF_TIERS:
+            if counter == "miss_deadline" or self._agent.cache.is_failure(counter):
                 states = [tier.state for tier in self._agent.cache.tiers]
                 errors = [state.read_error for state in states if state.up]
                 words += [error.text for error in errors if error is not None]
@@ -260,12 +260,10 @@ class LookupJob:
 
     def _count(self, found: PrefixLookup, tiers: str, took_s: float) -> None:
         metrics, chunks = self._agent.cache.metrics, len(self._question.hashes)
-        from_redis, from_disk = tiers.count("r"), tiers.count("d")
         metrics.count("lookups")
         metrics.count("lookup_chunks", chunks)
-        metrics.count("hit_chunks_redis", from_redis)
-        metrics.count("hit_chunks_disk", from_disk)
-        metrics.count("hit_chunks_host", found.bound - from_redis - from_disk)
+        for kind in (HOST, *self._agent.cache.kinds):
+            metrics.count(kind.hits, tiers.count(kind.letter))
         metrics.observe("lookup_seconds", took_s)
         if found.bound:
             metrics.observe("hit_chunks", found.bound)
@@ -282,14 +280,14 @@ def chunk_tokens(agent: Agent, ranks: Sequence[Registration]) -> int:
 
 def letters_of(cache: Cache) -> tuple[str, ...]:
     """What messages call the cache's tiers, see `messages.TIER_NAMES`."""
-    return tuple("r" if each.is_remote else "d" for each in cache.counters)
+    return tuple(kind.letter for kind in cache.kinds)
 
 
 def tier_letters(found: PrefixLookup, letters: Sequence[str]) -> str:
     """See `messages.LookupResult`. letters: of the cache's tiers."""
     levels = found.parts.levels()
     return "".join(
-        letters[levels[chunk]] if chunk in levels else "h" for chunk in range(found.bound)
+        letters[levels[chunk]] if chunk in levels else HOST.letter for chunk in range(found.bound)
     )
 
 

@@ -78,6 +78,7 @@ class Cache:
         self.waiting = WaitQueue(owner, self.pool)
         self.tiers = tuple(backing.tier for backing in backings)
         self.rates = tuple(TransferRate() for _ in backings)
+        self.kinds = tuple(backing.kind for backing in backings)
         self.counters = tuple(backing.counters for backing in backings)
         self.queues = tuple(
             WriteBehind(backing, level, owner, self.pool, metrics, self.rates[level])

@@ -135,7 +135,7 @@ class Sweeps:
         is_done, pause_s = result.outcome is CallOutcome.DONE, self._pause_s
         self._pause_s = _AGAIN_S if is_done else min(2 * pause_s, _AGAIN_AT_MOST_S)
         for_good = any(each.for_good for each in due.values())
-        if self._backing.counters.is_remote:
+        if self._backing.kind.is_shared:
             self._metrics.count("cleared_keys", result.removed)
             if not is_done:
                 self._metrics.count("clears_failed")

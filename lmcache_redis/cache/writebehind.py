@@ -287,7 +287,7 @@ class WriteBehind:
                 self._pool.seen(self._index, (write.entry.key,))
                 self._give_back_claim(write.key)
                 self._release(write)
-                if self._backing.counters.is_remote:
+                if self._backing.kind.is_shared:
                     self._metrics.count("skipped_chunks")
             else:
                 if present is not None:
@@ -407,7 +407,7 @@ class WriteBehind:
             self._warned_of = None
         elif entry.state is not EntryState.DISCARDED:
             self._metrics.count(counters.drops[outcome])
-            if counters.is_remote and self._warned_of is not outcome:
+            if self._backing.kind.is_shared and self._warned_of is not outcome:
                 self._warned_of = outcome
                 logger.warning(
                     "chunks are not written to %s: %s (they are counted, and logged once)",

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from lmcache_redis.agent.reports import words
 from lmcache_redis.metrics import COUNTERS
+from lmcache_redis.tier_kinds import KINDS
 
 _GIB = 1 << 30
 # As many as fit a terminal of 24 lines.
@@ -22,10 +23,6 @@ LABEL_WIDTH = 10
 _MOVED = (
     ("to engines", "retrieved_bytes"),
     ("from engines", "gathered_bytes"),
-    ("from redis", "loaded_bytes"),
-    ("to redis", "stored_bytes"),
-    ("from disk", "disk_loaded_bytes"),
-    ("to disk", "disk_stored_bytes"),
 )
 # Without a terminal nothing is cut.
 _NO_EDGE = 10_000
@@ -122,7 +119,7 @@ class _CounterChange:
     def hit_rates(self) -> dict[str, float | None]:
         """By tier, of the chunks that were asked for."""
         asked = self.counter("lookup_chunks")
-        hits = {tier: self.counter(f"hit_chunks_{tier}") for tier in words.TIERS}
+        hits = {kind.name: self.counter(kind.hits) for kind in KINDS}
         return {tier: words.rate_of(count, asked) for tier, count in hits.items()}
 
     def model(self, model: str, name: str) -> int:
@@ -180,13 +177,13 @@ def _overview(change: _CounterChange) -> Iterator[tuple[str, Text]]:
     bar = "█" * full + "░" * (_BAR - full)
     yield "pool", Text(f"{bar} {used:.2f} of {whole:.2f} GiB, {pinned:.2f} pinned")
     yield "queues", Text(_queues(report))
-    redis = report["redis"]
-    if not redis["up"]:
-        yield "Redis", Text(f"DOWN: {redis['reason']} ({redis['server']})", "bold red")
-    elif failing := words.failing(redis):
-        yield "Redis", Text(f"{redis['server']}: up, and FAILS: {failing}", "bold red")
-    else:
-        yield "Redis", Text(f"{redis['server']}: up")
+    for kind, tier in words.tiers_of(report):
+        if not tier["up"]:
+            yield kind.title, Text(f"DOWN: {tier['reason']} ({tier['where']})", "bold red")
+        elif failing := words.failing(tier):
+            yield kind.title, Text(f"{tier['where']}: up, and FAILS: {failing}", "bold red")
+        elif kind is KINDS[-1]:
+            yield kind.title, Text(f"{tier['where']}: up")
     tiers = report["loads"]["tiers"]
     yield (
         "loads",
@@ -201,7 +198,10 @@ def _overview(change: _CounterChange) -> Iterator[tuple[str, Text]]:
 
 def _moved(change: _CounterChange) -> list[str]:
     """Bytes from and to engines and each tier."""
-    ways = _MOVED if change.report["disk"] else _MOVED[:4]
+    ways = [*_MOVED]
+    for kind, _ in words.tiers_of(change.report):
+        ways.append((f"from {kind.name}", kind.counter("loaded_bytes")))
+        ways.append((f"to {kind.name}", kind.counter("stored_bytes")))
     return [f"{change.moved(change.counter(name))} {where}" for where, name in ways]
 
 

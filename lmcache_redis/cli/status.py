@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, Url, agent_anywhere
+from lmcache_redis.tier_kinds import HOST
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,7 +75,7 @@ def rows(report: _Report) -> Iterator[_Row]:
     by_tier = ", ".join(
         f"{tier} {words.percent(share)}"
         for tier, share in report["hit_rate"].items()
-        if tier != "disk" or report["disk"]
+        if tier == HOST.name or tier in report["tiers"]
     )
     asked = f"{counters['lookup_chunks']:,} chunks in {counters['lookups']:,} lookups"
     yield "hit rate", f"{words.percent(words.hit_rate(report))} of {asked}: {by_tier}", False
@@ -82,7 +83,10 @@ def rows(report: _Report) -> Iterator[_Row]:
     yield from _tiers(report)
     yield from _engines(report)
     yield "misses", _reasons(report, "miss_"), False
-    stored = f"{counters['stored_chunks']:,} chunks in Redis"
+    stored = ", ".join(
+        f"{counters[kind.counter('stored_chunks')]:,} chunks {kind.place}"
+        for kind, _ in words.tiers_of(report)
+    )
     yield "stored", f"{stored}; not stored: {_reasons(report, 'drop_')}", False
     if not_compared := words.not_compared(report["canaries"]["every"], counters):
         yield "canaries", not_compared, False
@@ -94,27 +98,22 @@ def _tiers(report: _Report) -> Iterator[_Row]:
     from lmcache_redis.agent.reports import words
     from lmcache_redis.units import shown_bytes
 
-    pool, disk, redis = report["pool"], report["disk"], report["redis"]
-    loads, queues = report["loads"], report["queues"]
+    pool, loads = report["pool"], report["loads"]
     used, whole, pinned = (
         shown_bytes(pool[name] * pool["slot_bytes"])
         for name in ("used_slots", "slots", "pinned_slots")
     )
     waiting = f"; {loads['waiting']:,} lookups wait for room" if loads["waiting"] else ""
     yield "pool", f"up: {used} of {whole}, {pinned} pinned{waiting}", False
-    if disk:
-        used, whole = (shown_bytes(disk[name]) for name in ("used_bytes", "limit_bytes"))
-        up = f"up: {used} of {whole}, loads: {words.load_rate(loads['tiers']['disk'])}"
-        yield "disk", up if disk["up"] else f"DOWN: {disk['reason']}", not disk["up"]
-    failing = words.failing(redis)
-    rate = words.load_rate(loads["tiers"]["redis"])
-    queued = f"; {queues['writes']:,} chunks wait to be written" if queues["writes"] else ""
-    if not redis["up"]:
-        yield "Redis", f"DOWN: {redis['reason']} ({redis['server']})", True
-    elif failing:
-        yield "Redis", f"up, and FAILS: {failing}; {redis['server']}", True
-    else:
-        yield "Redis", f"up: {redis['server']}, loads: {rate}{queued}", False
+    for kind, tier in words.tiers_of(report):
+        queued = f"; {tier['writes']:,} chunks wait to be written" if tier["writes"] else ""
+        if not tier["up"]:
+            yield kind.title, f"DOWN: {tier['reason']} ({tier['where']})", True
+        elif failing := words.failing(tier):
+            yield kind.title, f"up, and FAILS: {failing}; {tier['where']}", True
+        else:
+            rate = words.load_rate(loads["tiers"][kind.name])
+            yield kind.title, f"up: {words.used(tier)}, loads: {rate}{queued}", False
 
 
 def _engines(report: _Report) -> Iterator[_Row]:

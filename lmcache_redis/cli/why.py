@@ -20,6 +20,7 @@ from lmcache_redis.cli.options import (
 )
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 from lmcache_redis.tenants import NONE
+from lmcache_redis.tier_kinds import HOST, KINDS
 
 # By `first_miss.reason`. Most are the counters `miss_*` of `status`.
 REASONS = MappingProxyType(
@@ -30,7 +31,6 @@ REASONS = MappingProxyType(
         "slower": "slower: loading it was expected to take longer than computing it",
         "redis_error": "Redis failed, or could not be reached",
         "redis_silent": "Redis had not answered when computing had to begin",
-        "disk": "the disk tier could not deliver it",
         "deadline": "late: the lookup deadline passed (--lookup-deadline-s)",
         "pool_full": "no room: the host pool was full of chunks in use (--pool-bytes)",
         "mixed_stores": "torn: its stripes came from two different stores",
@@ -44,9 +44,15 @@ REASONS = MappingProxyType(
         "mapping": "the agent was still mapping the memory of its engine",
         "layouts_differ": "engines without ids and with different layouts are registered: the "
         "agent cannot tell whose request this is",
+        # Of the tiers whose misses are not told apart.
+        **{
+            kind.name: f"the {kind.title} tier could not deliver it"
+            for kind in KINDS
+            if kind is not HOST and not kind.misses
+        },
     }
 )
-_TIERS = {"host": "the host pool", "disk": "disk", "redis": "Redis"}
+_TIERS = {kind.name: kind.title for kind in KINDS} | {HOST.name: f"the {HOST.title}"}
 _SHOWN = 16
 
 

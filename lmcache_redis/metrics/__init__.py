@@ -9,11 +9,13 @@ declared where its values are: `agent.reports.exported`, `compat.gateway.server`
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from lmcache_redis.tier_kinds import HOST, KINDS, TierKind
 
 PREFIX: Final = "lmcache_redis_"
 
@@ -51,8 +53,31 @@ def _parts(prefix: str, **meanings: str) -> dict[str, tuple[str, str]]:
     return {prefix + value: (value, meaning) for value, meaning in meanings.items()}
 
 
-def _tiers(name: str, redis: str, disk: str) -> dict[str, tuple[str, str]]:
-    return {name: ("redis", redis), f"disk_{name}": ("disk", disk)}
+def _of_tiers(
+    counter: Callable[[TierKind], str], meaning: str = "", host: str = ""
+) -> dict[str, tuple[str, str]]:
+    """For each kind of tier. meaning: where it has ``{title}``, the kind's. host: of the pool's."""
+    found = {}
+    for kind in KINDS:
+        if kind is not HOST:
+            said = meaning.format(title=kind.title, place=kind.place)
+            found[counter(kind)] = kind.name, said
+        elif host:
+            found[counter(kind)] = kind.name, host
+    return found
+
+
+def _moved(what: str, meaning: str) -> dict[str, tuple[str, str]]:
+    return _of_tiers(lambda kind: kind.counter(what), meaning)
+
+
+def _reasons(prefix: str, meaning: str, own: str) -> dict[str, tuple[str, str]]:
+    """Of tiers that count by outcome nowhere else. own: the field for those that do."""
+    return {
+        f"{prefix}{kind.name}": (kind.name, meaning.format(title=kind.title))
+        for kind in KINDS
+        if kind is not HOST and not getattr(kind, own)
+    }
 
 
 def _steps(first: int, end: int) -> tuple[float, ...]:
@@ -93,7 +118,7 @@ _ALONE: Final = {
     "stores": "store jobs finished",
     "gathered_chunks": "chunks gathered from blocks of an engine",
     "gathered_bytes": "bytes gathered from blocks of an engine",
-    "skipped_chunks": "chunks not stored again because the host pool or Redis had them",
+    "skipped_chunks": "chunks not stored again because the host pool or a shared tier had them",
     # canaries: chunks that an engine computed although they were cached
     "compared_chunks": "parts of chunks compared with what an engine has computed",
     "differing_chunks": "parts of chunks that were not what an engine has computed",
@@ -105,8 +130,8 @@ _ALONE: Final = {
     # host pool and connections
     "evictions": "chunks evicted from the host pool to make room",
     "clears": "CLEAR requests carried out in the host pool",
-    "clears_failed": "CLEAR requests that failed in Redis",
-    "cleared_keys": "keys removed from Redis by CLEAR requests",
+    "clears_failed": "CLEAR requests that failed in Redis, or in another shared tier",
+    "cleared_keys": "keys removed from Redis, and other shared tiers, by CLEAR requests",
     "redis_connects": "connections to Redis made",
     "redis_reconnects": "connections to Redis lost; they are made again",
     "redis_errors": "failed Redis operations of any kind",
@@ -116,11 +141,11 @@ DECLARED: Final = (
     *(Declared(Counter, name, meaning) for name, meaning in _ALONE.items()),
     Declared(
         Counter, "hit_chunks", "chunks found by lookups, by the tier that had them", "tier",
-        {
-            "hit_chunks_host": ("host", "chunks found in the host pool"),
-            "hit_chunks_redis": ("redis", "chunks found in Redis and loaded into the host pool"),
-            "hit_chunks_disk": ("disk", "chunks found on disk and loaded into the host pool"),
-        },
+        _of_tiers(
+            lambda kind: kind.hits,
+            "chunks found {place} and loaded into the host pool",
+            host="chunks found in the host pool",
+        ),
     ),
     Declared(
         Counter, "cut_lookups", "lookups answered with fewer chunks than there may be, by reason",
@@ -147,9 +172,9 @@ DECLARED: Final = (
             deadline="chunks not loaded before the lookup deadline",
             pool_full="chunks not loaded because every slot of the host pool was in use",
             slower="chunks not loaded because computing them was expected to be faster",
-            disk="chunks whose file could not be loaded; Redis was asked instead",
             mapping="chunks not looked for because the memory of an engine was still being mapped",
-        ),
+        )
+        | _reasons("miss_", "chunks not loaded from {title}; the next tier was asked", "misses"),
     ),
     Declared(
         Counter, "dropped_chunks",
@@ -164,25 +189,27 @@ DECLARED: Final = (
             device_error="chunks not stored because an engine's blocks could not be read",
             shutdown="chunks not stored because the agent was shut down",
             admission="chunks kept in the host pool alone, until --store-after requests name them",
-            disk="chunks not written to disk: its queue was full, or the disk failed",
             quota="chunks not stored because their tenant has used its --tenant-bytes",
+        )
+        | _reasons(
+            "drop_", "chunks not written to {title}: its queue was full, or it failed", "drops"
         ),
     ),
     Declared(
         Counter, "loaded_chunks", "chunks read into memory", "tier",
-        _tiers("loaded_chunks", "chunks read from Redis", "chunks read from disk"),
+        _moved("loaded_chunks", "chunks read from {title}"),
     ),
     Declared(
         Counter, "loaded_bytes", "payload bytes read into memory", "tier",
-        _tiers("loaded_bytes", "payload bytes read from Redis", "payload bytes read from disk"),
+        _moved("loaded_bytes", "payload bytes read from {title}"),
     ),
     Declared(
         Counter, "stored_chunks", "chunks written completely", "tier",
-        _tiers("stored_chunks", "chunks written to Redis completely", "chunks written to disk"),
+        _moved("stored_chunks", "chunks written to {title} completely"),
     ),
     Declared(
         Counter, "stored_bytes", "payload bytes of chunks written", "tier",
-        _tiers("stored_bytes", "payload bytes written to Redis", "payload bytes written to disk"),
+        _moved("stored_bytes", "payload bytes written to {title}"),
     ),
     Declared(
         Histogram, "lookup_seconds",
@@ -195,12 +222,12 @@ DECLARED: Final = (
     Declared(
         Histogram, "load_seconds",
         "of one chunk into the host pool, with its wait for the chunks before it", "tier",
-        {"redis_load_seconds": ("redis", ""), "disk_load_seconds": ("disk", "")}, SECONDS,
+        _of_tiers(lambda kind: kind.load_seconds), SECONDS,
     ),
     Declared(
         Histogram, "load_rate_bytes_per_second",
         "rate of the tier's loads, measured whenever a chunk arrives", "tier",
-        {"redis_load_rate": ("redis", ""), "disk_load_rate": ("disk", "")}, _steps(6, 11),
+        _of_tiers(lambda kind: kind.load_rate), _steps(6, 11),
     ),
     Declared(
         Histogram, "store_seconds", "for which a store held an engine's blocks", buckets=SECONDS

@@ -18,7 +18,8 @@ from lmcache_redis.errors import ConfigError
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.objects.cache import HeapMemory, ObjectCache
 from lmcache_redis.resp import RedisOptions, RedisPlane
-from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS, Backing
+from lmcache_redis.tier_kinds import DISK, REDIS
+from lmcache_redis.tiers import Backing
 
 # A write may wait for others; a call that hangs is given up earlier (`DiskTier`).
 _DISK_DEADLINE_S = 60.0
@@ -77,7 +78,7 @@ def on_disk(
         disk = DiskTier(
             directory, limit_bytes, write_nice=0, read_threads=readers, write_threads=writers
         )
-        return Backing(disk, DISK_COUNTERS, _NO_LIMIT_BYTES)
+        return Backing(disk, DISK, _NO_LIMIT_BYTES)
 
     names = _names_of(layout, key_prefix)
     return ChunkStorage(0, open_tier, names, _DISK_DEADLINE_S)
@@ -115,7 +116,7 @@ def in_redis(
     def open_tier() -> Backing:
         plane = RedisPlane(options)
         plane.start()
-        return Backing(plane, REDIS_COUNTERS, _NO_LIMIT_BYTES)
+        return Backing(plane, REDIS, _NO_LIMIT_BYTES)
 
     names = _names_of(layout, options.key_prefix)
     return ChunkStorage(0, open_tier, names, deadline_s, slot_bytes)

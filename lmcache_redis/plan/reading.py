@@ -34,6 +34,7 @@ from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.plan import records
 from lmcache_redis.plan.traces import BlockLayout, Trace, TraceColumns, prefix_numbers
+from lmcache_redis.tier_kinds import HOST, KINDS
 
 # After so long the continuation of a prompt is another turn of its conversation.
 _SAME_REQUEST_S = 60.0
@@ -227,7 +228,7 @@ class _Recording:
         self._layout_of: dict[str, str] = {}
         # The chunks of each request that were named.
         self._requests: dict[str, set[int]] = {}
-        self._hits = {"h": 0, "d": 0, "r": 0}
+        self._hits = {kind.letter: 0 for kind in KINDS}
         self._token_s = array("d")
         self._dropped = 0
 
@@ -277,18 +278,18 @@ class _Recording:
 
     def trace(self) -> Trace:
         asked = sum(self._columns.asked)
-        pool, disk, redis = (self._hits[letter] / max(1, asked) for letter in "hdr")
-        rates = {"hit_rate_pool": pool, "hit_rate_disk": disk, "hit_rate_redis": redis}
-        notes = [
-            f"While it was recorded the agent had a hit rate of {pool + disk + redis:.1%}: host "
-            f"pool {pool:.1%}, disk {disk:.1%}, Redis {redis:.1%}."
-        ]
+        shares = {kind: self._hits[kind.letter] / max(1, asked) for kind in KINDS}
+        rates = {f"hit_rate_{kind.name}": share for kind, share in shares.items()}
+        rates["hit_rate_pool"] = rates.pop(f"hit_rate_{HOST.name}")
+        rate = sum(shares.values())
+        by_tier = ", ".join(f"{kind.title} {share:.1%}" for kind, share in shares.items())
+        notes = [f"While it was recorded the agent had a hit rate of {rate:.1%}: {by_tier}."]
         if self._dropped:
             notes.append(f"The agent left out {self._dropped} lines, because it was too busy.")
         return self._columns.trace(
             self._layout,
             token_s=float(np.median(self._token_s)) if self._token_s else 0.0,
-            measured={"asked_chunks": asked, "hit_rate": pool + disk + redis, **rates},
+            measured={"asked_chunks": asked, "hit_rate": rate, **rates},
             notes=notes,
         )
 

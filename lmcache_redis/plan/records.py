@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from lmcache_redis.errors import FormatError
+from lmcache_redis.tier_kinds import KINDS
 
 NAME_DIGITS = 16
 
@@ -26,6 +27,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
+_LETTERS = "".join(kind.letter for kind in KINDS)
 
 
 class Recorded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
@@ -62,15 +64,15 @@ class LayoutRecord(Recorded, frozen=True, tag="layout", kw_only=True):
 class LookupRecord(Recorded, frozen=True, tag="lookup", kw_only=True):
     """time: of the question. first_chunk: the chunks before are in the engine.
 
-    hits: for each leading chunk found h, d or r: host pool, disk or Redis. token_s: in which the
-    engine computes a token; 0: not measured.
+    hits: for each leading chunk found, the letter of its kind of tier: h, d or r. token_s: in which
+    the engine computes a token; 0: not measured.
     """
 
     request: str
     layout: str
     chunks: str
     first_chunk: _Count = 0
-    hits: Annotated[str, msgspec.Meta(pattern="^[hdr]*$")] = ""
+    hits: Annotated[str, msgspec.Meta(pattern=f"^[{_LETTERS}]*$")] = ""
     token_s: _Seconds = 0.0
 
 

@@ -66,6 +66,7 @@ from lmcache_redis.tiers import (
     ReadOutcome,
     RemoveResult,
     ScanResult,
+    TierPlace,
     WriteDone,
     WriteOutcome,
 )
@@ -161,6 +162,10 @@ class RedisPlane:
     def state(self) -> PlaneState:
         """Up or down, and why. A cluster is up while any of its shards is."""
         return self._nodes.state
+
+    @property
+    def place(self) -> TierPlace:
+        return TierPlace(self.deployment.url)
 
     @property
     def commands(self) -> tuple[Command, ...]:

@@ -130,12 +130,15 @@ def test_idle_scrapers_do_not_take_the_agent_its_descriptors(
 STATUS: dict[str, Any] = {
     "version": "1",
     "pool": {"slots": 4, "slot_bytes": 10, "used_slots": 3, "pinned_slots": 2, "locked_bytes": 30},
-    "disk": {"up": True, "used_bytes": 7},
+    "tiers": {
+        "disk": {"up": True, "used_bytes": 7},
+        "redis": {"up": False, "used_bytes": None},
+    },
     "loads": {"waiting": 1, "tiers": {"redis": {"bytes_per_s": 5, "is_slow": True}}},
     "queues": {"write_bytes": 9},
     "write_queue_bytes": 512,
     "sessions": 6,
-    "redis": {"refused": {"OOM": 3}, "up": False},
+    "redis": {"refused": {"OOM": 3}},
     "canaries": {"distrusted": ["one"]},
     "engines": [{"model": "m", "layout": "l", "ready": ready} for ready in (True, True, False)],
     "models": {
@@ -187,7 +190,7 @@ def test_values_of_a_status() -> None:
 
 
 def test_an_agent_without_a_disk_tier_has_no_metrics_of_it() -> None:
-    names = {metric.name for metric in metrics_of({**STATUS, "disk": None})}
+    names = {metric.name for metric in metrics_of({**STATUS, "tiers": {}})}
     assert not {name for name in names if "disk" in name}
 
 

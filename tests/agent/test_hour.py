@@ -33,8 +33,8 @@ def test_a_minute_is_what_grew_in_it() -> None:
     )
     assert len(found) == MINUTES
     assert found[:-2] == [Minute()] * (MINUTES - 2)
-    assert found[-2] == Minute(asked_chunks=6, host=1, to_engines_bytes=5)
-    assert found[-1] == Minute(asked_chunks=4, redis=2, to_engines_bytes=-5, saved_tokens=7)
+    assert found[-2] == Minute(asked_chunks=6, to_engines_bytes=5, hits=(1, 0, 0))
+    assert found[-1] == Minute(asked_chunks=4, to_engines_bytes=-5, saved_tokens=7, hits=(0, 0, 2))
 
 
 def test_it_keeps_an_hour_in_a_ring_of_one_size() -> None:
@@ -68,7 +68,7 @@ def bars(html: str, title: str) -> dict[str, list[tuple[float, float]]]:
 
 def test_the_bars_are_shares_and_amounts() -> None:
     hour = [Minute()] * (MINUTES - 2) + [
-        Minute(asked_chunks=4, host=1, redis=2, to_engines_bytes=1 << 20, saved_tokens=50),
+        Minute(asked_chunks=4, to_engines_bytes=1 << 20, saved_tokens=50, hits=(1, 0, 2)),
         Minute(asked_chunks=2, to_engines_bytes=1 << 20, from_engines_bytes=1 << 20,
                saved_tokens=100, saved_prefill_s=1.5),
     ]  # fmt: skip

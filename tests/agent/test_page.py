@@ -24,11 +24,18 @@ from tests.servers import RedisServer
 
 EVIL = '"><script>document.title="taken"</script><img src=x onerror=alert(1)>'
 NOW_S = 1e9
+
+
+def tier(where: str, reason: str = "", limit_bytes: int | None = None, **more: Any) -> Any:
+    """Of a STATUS document: one that is up, unless there is a reason."""
+    sizes = {"used_bytes": 0 if limit_bytes else None, "limit_bytes": limit_bytes}
+    return {"where": where, "up": not reason, "reason": reason, "writes": 0, **sizes, **more}
+
+
 STATUS: dict[str, Any] = {
     "version": "1.2", "pid": 7, "endpoint": "ipc:///run/a.sock", "uptime_s": 7300.0,
-    "redis": {"up": True, "reason": "", "server": "unix:///r.sock"},
     "pool": {"slots": 4, "slot_bytes": 1 << 20, "used_slots": 3},
-    "disk": None,
+    "tiers": {"redis": tier("unix:///r.sock")},
     "loads": {"tiers": {"redis": {"bytes_per_s": 2e9, "is_slow": True}}},
     "canaries": {"distrusted": []},
     "sessions": 2,
@@ -92,8 +99,7 @@ def test_what_is_not_known_is_not_invented() -> None:
 
 def test_trouble_is_in_the_header() -> None:
     text = shown(
-        redis={"up": False, "reason": "Connection refused", "server": "h:1"},
-        disk={"up": False, "reason": "no space", "used_bytes": 0, "limit_bytes": 1},
+        tiers={"disk": tier("/d", "no space", 1), "redis": tier("h:1", "Connection refused")},
         loads={"tiers": dict.fromkeys(("disk", "redis"), STATUS["loads"]["tiers"]["redis"])},
         canaries={"distrusted": [{}]},
     )
@@ -101,7 +107,7 @@ def test_trouble_is_in_the_header() -> None:
     assert "disk is down: no space" in text
     assert "other KV was cached than is computed: 1 layouts" in text
     fails = {"text": "Redis says: CROSSSLOT", "count": 1_200, "seconds_ago": 3.0}
-    text = shown(redis={"up": True, "reason": "", "server": "h:1", "last_error": fails})
+    text = shown(tiers={"redis": tier("h:1", last_error=fails)})
     assert "Redis is up, and fails: Redis says: CROSSSLOT (1,200 times, last 3 s ago)" in text
     assert "Redis is up " not in text
 
@@ -115,10 +121,8 @@ def test_names_of_others_are_text() -> None:
         }
         for n in range(20)
     }  # fmt: skip
-    status |= {"endpoint": EVIL, "version": EVIL, "disk": {
-        "up": False, "reason": EVIL, "used_bytes": 0, "limit_bytes": 1,
-    }}  # fmt: skip
-    status["redis"] = {"up": False, "reason": EVIL, "server": EVIL}
+    status |= {"endpoint": EVIL, "version": EVIL}
+    status["tiers"] = {"disk": tier(EVIL, EVIL, 1), "redis": tier(EVIL, EVIL)}
     status["loads"]["tiers"]["disk"] = status["loads"]["tiers"]["redis"]
     status["engines"] = [{
         "model": EVIL, "worker_id": 0, "world_size": 1, "device": EVIL, "chunk_tokens": 1,
@@ -185,8 +189,8 @@ def test_it_fits_a_phone_and_a_desk(tmp_path: Path, width: int, lines: int, titl
     status = deepcopy(STATUS) | {
         "counters": STATUS["counters"] | misses, "engines": [engine], "models": {model: use},
     }  # fmt: skip
-    status["redis"]["server"] = SERVER
-    hour = [Minute(asked_chunks=8, host=n % 5, to_engines_bytes=n, saved_tokens=n)
+    status["tiers"]["redis"]["where"] = SERVER
+    hour = [Minute(asked_chunks=8, to_engines_bytes=n, saved_tokens=n, hits=(n % 5, 0, 0))
             for n in range(MINUTES)]  # fmt: skip
     past = [PastRequest(f"chatcmpl-{'9c1fd9d1-' * 5}0", "engine", NOW_S, 1, lookup)]
     html = page(status, hour, past, NOW_S, True).replace("</body>", f"{MEASURE}</body>")

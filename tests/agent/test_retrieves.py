@@ -15,7 +15,8 @@ from lmcache_redis.cache.pool import Arena, Entry
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import DeviceError, GpuLost
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.tiers import REDIS_COUNTERS, Backing, ReadOutcome
+from lmcache_redis.tier_kinds import REDIS
+from lmcache_redis.tiers import Backing, ReadOutcome
 from tests.agent.played import HASHES, STRIPES_A_CHUNK, Device, Played
 from tests.cache.played import FORM, PlayedTier
 
@@ -121,7 +122,7 @@ class Loading(Played):
 
     def __init__(self, device: Any, found: Sequence[bytes], slots: int = 12) -> None:
         self.tier = PlayedTier("Redis", {FORM.key(name) for name in found})
-        backing = Backing(self.tier, REDIS_COUNTERS, 1 << 20)
+        backing = Backing(self.tier, REDIS, 1 << 20)
         super().__init__(
             device,
             cache=lambda loop: Cache(loop, Arena(slots * 4096, 64), [backing], Metrics()),

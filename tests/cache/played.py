@@ -13,6 +13,7 @@ from lmcache_redis.cache.pool import Arena, Entry
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
 from lmcache_redis.metrics import Metrics
+from lmcache_redis.tier_kinds import TierKind
 from lmcache_redis.tiers import (
     Backing,
     CallOutcome,
@@ -26,7 +27,7 @@ from lmcache_redis.tiers import (
     RemoveResult,
     ScanResult,
     Tier,
-    TierCounters,
+    TierPlace,
     WriteDone,
 )
 from tests.cache.auditing import audit
@@ -64,6 +65,10 @@ class PlayedTier:
     @property
     def state(self) -> PlaneState:
         return PlaneState(self.is_up, self.is_probed, "", self.errors)
+
+    @property
+    def place(self) -> TierPlace:
+        return TierPlace(self.name)
 
     def lookup(self, key: bytes) -> bool | None:
         return None if self.index is None else self.is_up and key in self.index
@@ -159,14 +164,14 @@ class World:
 
     def __init__(
         self,
-        tiers: Sequence[tuple[Tier, TierCounters]],
+        tiers: Sequence[tuple[Tier, TierKind]],
         *,
         slots: int = 64,
         write_limit_bytes: int = 1 << 20,
     ) -> None:
         self.loop = OwnerLoop(lambda: None)
         self.metrics = Metrics()
-        backings = [Backing(tier, counted, write_limit_bytes) for tier, counted in tiers]
+        backings = [Backing(tier, kind, write_limit_bytes) for tier, kind in tiers]
         self.cache = self.make_cache(backings, slots)
 
     def make_cache(self, backings: Sequence[Backing], slots: int) -> Cache:

@@ -17,8 +17,8 @@ from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.integrations.vllm.prefill import PrefillRate
+from lmcache_redis.tier_kinds import REDIS
 from lmcache_redis.tiers import (
-    REDIS_COUNTERS,
     CallOutcome,
     ChunkIO,
     Done,
@@ -180,7 +180,7 @@ class SimulatedEngine:
 
     def new_agent(self) -> None:
         """An agent that knows nothing of the link and of the engine."""
-        self.world = World([] if self.link is None else [(self.link, REDIS_COUNTERS)], slots=4096)
+        self.world = World([] if self.link is None else [(self.link, REDIS)], slots=4096)
         self.computing = Computing()
 
     # The user

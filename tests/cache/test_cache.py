@@ -12,7 +12,7 @@ from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.resp import RedisOptions, RedisPlane
-from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS
+from lmcache_redis.tier_kinds import DISK, REDIS
 from tests.cache.played import FORM, HASHES, World, loaded_from
 from tests.harness import wait_until
 from tests.servers import RedisServer, stripe_keys
@@ -26,7 +26,7 @@ class Both(World):
         plane.start()
         plane.wait_probed(10)
         self.disk, self.redis = DiskTier(directory, 1 << 20), plane
-        super().__init__([(self.disk, DISK_COUNTERS), (self.redis, REDIS_COUNTERS)])
+        super().__init__([(self.disk, DISK), (self.redis, REDIS)])
 
     def store(self) -> None:
         for name in HASHES:

@@ -10,8 +10,8 @@ import pytest
 from lmcache_redis.cache import clearing
 from lmcache_redis.cache.clearing import EndedPrefixes
 from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.tier_kinds import REDIS
 from lmcache_redis.tiers import (
-    REDIS_COUNTERS,
     CallOutcome,
     ExistsResult,
     RemoveResult,
@@ -26,7 +26,7 @@ PREFIX = FORM.names.common
 class Played(World):
     def __init__(self) -> None:
         self.tier = PlayedTier("Redis")
-        super().__init__([(self.tier, REDIS_COUNTERS)])
+        super().__init__([(self.tier, REDIS)])
 
     def swept(self, outcome: CallOutcome = CallOutcome.DONE) -> None:
         """The sweep that has begun ends."""
@@ -132,7 +132,7 @@ def test_what_arrives_late_is_removed(server: RedisServer, monkeypatch: pytest.M
     plane = RedisPlane(RedisOptions(server.url))
     plane.start()
     plane.wait_probed(10)
-    world = World([(plane, REDIS_COUNTERS)])
+    world = World([(plane, REDIS)])
     with server.client() as client:
         for name in HASHES:
             world.cache.write_behind(world.hold(name))

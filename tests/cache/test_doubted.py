@@ -11,8 +11,8 @@ import pytest
 from lmcache_redis.cache import doubted
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.writebehind import WriteBehind
+from lmcache_redis.tier_kinds import REDIS
 from lmcache_redis.tiers import (
-    REDIS_COUNTERS,
     CallOutcome,
     ExistsResult,
     ReadOutcome,
@@ -32,7 +32,7 @@ class Removing(World):
 
     def __init__(self) -> None:
         self.tier = PlayedTier("Redis")
-        super().__init__([(self.tier, REDIS_COUNTERS)])
+        super().__init__([(self.tier, REDIS)])
         self.results: list[RemoveResult] = []
         self.hold(HASHES[0])
 
@@ -289,7 +289,7 @@ def test_what_is_stored_after_a_chunk_was_found_wrong_stays(
     server.command(*user, "-unlink")
     url = f"redis://limited:{PASSWORD}@127.0.0.1:{server.port}"
     with running(url) as plane, running(server.url) as other:
-        world = World([(plane, REDIS_COUNTERS)])
+        world = World([(plane, REDIS)])
         assert write(other, chunk) == [WriteOutcome.STORED]
         time.sleep(0.002)
         world.cache.remove(chunk.key, chunk.stripe_count)

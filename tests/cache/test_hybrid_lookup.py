@@ -19,9 +19,8 @@ from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Arena, Entry, EntryState
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, Reach, opaque_pages
 from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.tier_kinds import DISK, REDIS
 from lmcache_redis.tiers import (
-    DISK_COUNTERS,
-    REDIS_COUNTERS,
     Backing,
     CallOutcome,
     ChunkIO,
@@ -131,7 +130,7 @@ class Model(World):
         self.forms = forms_of(reaches)
         self.disk = StoredTier("disk", set(), indexed=True)
         self.redis = StoredTier("Redis", set())
-        super().__init__([(self.disk, DISK_COUNTERS), (self.redis, REDIS_COUNTERS)], slots=slots)
+        super().__init__([(self.disk, DISK), (self.redis, REDIS)], slots=slots)
         self.answers: list[tuple[int, dict[Part, Entry], dict[str, int]]] = []
 
     def key(self, chunk: int, row: int) -> bytes:
@@ -675,7 +674,7 @@ class Served(World):
         assert self.plane.wait_probed(10).up
         self.forms = forms_of(reaches, PART_BYTES, SLOT_BYTES)
         self.disk = DiskTier(directory, 64 << 20)
-        super().__init__([(self.disk, DISK_COUNTERS), (self.plane, REDIS_COUNTERS)])
+        super().__init__([(self.disk, DISK), (self.plane, REDIS)])
 
     def make_cache(self, backings: Sequence[Backing], slots: int) -> Cache:
         return Cache(self.loop, Arena(8 << 20, SLOT_BYTES), backings, self.metrics)

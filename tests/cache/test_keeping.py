@@ -11,9 +11,8 @@ from lmcache_redis.cache import writebehind
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry
+from lmcache_redis.tier_kinds import DISK, REDIS
 from lmcache_redis.tiers import (
-    DISK_COUNTERS,
-    REDIS_COUNTERS,
     CallOutcome,
     ExistsResult,
     ReadOutcome,
@@ -32,7 +31,7 @@ class Hot(World):
             PlayedTier("disk", {*(key for key, _ in CHUNKS)}),
             PlayedTier("Redis"),
         )
-        super().__init__([(self.disk, DISK_COUNTERS), (self.redis, REDIS_COUNTERS)])
+        super().__init__([(self.disk, DISK), (self.redis, REDIS)])
         self.entries = [self.hold(name) for name in HASHES]
 
     def look_up(self) -> list[int]:

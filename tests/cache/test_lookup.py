@@ -15,9 +15,8 @@ from lmcache_redis.cache.pacing import Computing, TransferRate
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.chunks.names import ChunkForm, opaque_pages
+from lmcache_redis.tier_kinds import DISK, REDIS
 from lmcache_redis.tiers import (
-    DISK_COUNTERS,
-    REDIS_COUNTERS,
     CallOutcome,
     ChunkIO,
     ExistsResult,
@@ -26,6 +25,7 @@ from lmcache_redis.tiers import (
     ReadOutcome,
     RemoveResult,
     ScanResult,
+    TierCounters,
     WriteOutcome,
 )
 from tests.cache.played import FORM, HASHES, PlayedTier, World, loaded_from
@@ -40,7 +40,7 @@ class Tiers(World):
 
     def __init__(self, slots: int = 64) -> None:
         self.disk, self.redis = PlayedTier("disk", set()), PlayedTier("Redis")
-        super().__init__([(self.disk, DISK_COUNTERS), (self.redis, REDIS_COUNTERS)], slots=slots)
+        super().__init__([(self.disk, DISK), (self.redis, REDIS)], slots=slots)
         self.found: list[tuple[int, dict[str, int]]] = []
         self.held: list[dict[tuple[int, int], Entry]] = []
 
@@ -184,7 +184,7 @@ def test_the_next_tier_reads_into_the_same_slots(
 
 @pytest.mark.parametrize(
     ("outcome", "counter"),
-    [(each, counter) for each, counter in REDIS_COUNTERS.misses.items()],
+    [(each, counter) for each, counter in TierCounters.of(REDIS).misses.items()],
     ids=lambda each: getattr(each, "name", ""),
 )
 def test_a_load_that_fails_ends_the_prefix(

@@ -13,7 +13,8 @@ from lmcache_redis.cache.pacing import Part, PrefixNeeds
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.chunks.names import ChunkForm, PartNames, Reach
-from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS, CallOutcome
+from lmcache_redis.tier_kinds import DISK, REDIS
+from lmcache_redis.tiers import CallOutcome
 from tests.cache.played import World
 from tests.cache.test_hybrid_lookup import StoredTier, forms_of
 from tests.harness import block_hashes
@@ -44,7 +45,7 @@ class Nodes(World):
         self.local = len(local)
         self.disk = StoredTier("disk", set(), indexed=True)
         self.redis = StoredTier("Redis", set())
-        super().__init__([(self.disk, DISK_COUNTERS), (self.redis, REDIS_COUNTERS)])
+        super().__init__([(self.disk, DISK), (self.redis, REDIS)])
 
     def keys(self, *parts: Part) -> list[bytes]:
         return [self.forms[row].key(HASHES[chunk]) for chunk, row in parts]

@@ -13,8 +13,8 @@ from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.warming import Warming
 from lmcache_redis.resp.ranking import RankedKeys
+from lmcache_redis.tier_kinds import REDIS
 from lmcache_redis.tiers import (
-    REDIS_COUNTERS,
     CallOutcome,
     ChunkIO,
     ReadOutcome,
@@ -30,7 +30,7 @@ class Warmed:
 
     def __init__(self, slots: int = 64, size_bytes: int = 1 << 20) -> None:
         self.redis = PlayedTier("Redis")
-        self.world = World([(self.redis, REDIS_COUNTERS)], slots=slots)
+        self.world = World([(self.redis, REDIS)], slots=slots)
         self.ranks: list[tuple[Sequence[bytes], Any]] = []
         self.warming = Warming(self.world.cache, self._rank, size_bytes)
         self.world.cache.warming = self.warming

@@ -13,8 +13,8 @@ from lmcache_redis.cache import doubted, schedule, writebehind
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
+from lmcache_redis.tier_kinds import REDIS
 from lmcache_redis.tiers import (
-    REDIS_COUNTERS,
     CallOutcome,
     ExistsResult,
     ReadOutcome,
@@ -30,7 +30,7 @@ class Queue(World):
 
     def __init__(self) -> None:
         self.tier = PlayedTier("Redis")
-        super().__init__([(self.tier, REDIS_COUNTERS)], write_limit_bytes=1000)
+        super().__init__([(self.tier, REDIS)], write_limit_bytes=1000)
         self.entries = [self.hold(name) for name in HASHES]
 
     @property
@@ -417,7 +417,7 @@ def test_few_keys_are_distrusted(queue: Queue, monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_an_index_has_is_written_if_it_is_doubtful() -> None:
     disk = PlayedTier("disk", {FORM.key(name) for name in HASHES})
-    world = World([(disk, REDIS_COUNTERS)])
+    world = World([(disk, REDIS)])
     world.cache.queues[0].distrust(FORM.key(HASHES[0]))
     entries = [world.hold(name) for name in HASHES]
     for entry in entries:
@@ -440,9 +440,7 @@ class Large(World):
         self.tier = PlayedTier("Redis")
         self.form = ChunkForm.of(ChunkNames(bytes(32)), "test/small", 0, opaque_pages(60), 64)
         limit_bytes = count * self.form.chunk_bytes
-        super().__init__(
-            [(self.tier, REDIS_COUNTERS)], slots=count + 100, write_limit_bytes=limit_bytes
-        )
+        super().__init__([(self.tier, REDIS)], slots=count + 100, write_limit_bytes=limit_bytes)
         for number in range(count):
             self.store(number)
         self.loop.run_due()

@@ -26,6 +26,9 @@ ABSENT = (
         "redis.last_error",
         "tenants.*.limit",
         "tenants.*.used",
+        "tiers.*.last_error",
+        "tiers.*.limit",
+        "tiers.*.used",
         "warm.",
     ),
 )

@@ -107,19 +107,18 @@ def test_totals_and_rates(report: dict[str, Any]) -> None:
 @pytest.mark.servers
 def test_trouble_is_shown_and_much_fits(report: dict[str, Any]) -> None:
     report = deepcopy(report)
-    report["redis"] |= {"up": False, "reason": "Connection refused, " * 9}
+    report["tiers"]["redis"] |= {"up": False, "reason": "Connection refused, " * 9}
     report["counters"] |= dict.fromkeys(report["counters"], 10**12)
     use = report["models"][MODEL]
     report["models"] = {f"{MODEL} {n}": use | {"lookup_tokens": n} for n in range(20)}
     report["canaries"] = {"every": 1000, "distrusted": [{}, {}]}
-    report["disk"] = {"up": True}
     report["tokens_saved"] = report["tokens_saved_untimed"] = 10**12
     report["prefill_s_saved"] = None
     shown = text(None, report)
     assert "DOWN: Connection refused" in shown
-    report["redis"]["server"] = "cache:6379"
+    report["tiers"]["redis"]["where"] = "cache:6379"
     fails = {"text": "CROSSSLOT, " * 9, "count": 2, "seconds_ago": 1.0}
-    report["redis"] |= {"up": True, "last_error": fails}
+    report["tiers"]["redis"] |= {"up": True, "last_error": fails}
     assert "up, and FAILS: CROSSSLOT" in text(None, report)
     assert "OTHER KV was cached than is computed: 2 layouts are not loaded" in shown
     assert shown.count("meta-llama") == 3
@@ -135,7 +134,7 @@ def test_brackets_in_names_are_shown(
         console().print(table)
     assert "/models/[old]/[/v1] " in capsys.readouterr().out
     report["models"] = {"[old]/[/v1]": report["models"][MODEL]}
-    report["redis"]["reason"] = "[/v1]"
+    report["tiers"]["redis"]["reason"] = "[/v1]"
     console().print(frame(None, report))
     assert "[old]/[/v1] " in capsys.readouterr().out
 
@@ -284,19 +283,22 @@ def test_status_fits_a_terminal_of_80_columns(agent: AgentServer, report: dict[s
 def test_what_is_wrong_is_said(report: dict[str, Any]) -> None:
     assert "wrong" not in {label for label, _, _ in rows(report)}
     report = deepcopy(report)
-    report["redis"] |= {"up": False, "reason": "Connection refused"}
-    report["disk"] |= {"up": False, "reason": "no space"}
+    report["tiers"]["redis"] |= {"up": False, "reason": "Connection refused"}
+    report["tiers"]["disk"] |= {"up": False, "reason": "no space"}
     report["queues"]["removals"] = 2
     report["pool"]["lock_failure"] = "RLIMIT_MEMLOCK"
     report["engines"][0]["ready"] = False
     bad = {text for _, text, is_bad in rows(report) if is_bad}
     assert f"DOWN: Connection refused ({report['redis']['server']})" in bad
-    assert {"DOWN: no space", "2 wrong chunks could not be removed yet"} < bad
+    assert {
+        f"DOWN: no space ({report['disk']['directory']})",
+        "2 wrong chunks could not be removed yet",
+    } < bad
     assert "not all of the host pool is locked for GPUs: RLIMIT_MEMLOCK" in bad
     said = {label: text for label, text, _ in rows(report) if label}
     assert said["engines"].startswith("0 of 1 workers ready: others wait for their scheduler")
     fails = {"text": "CROSSSLOT", "count": 2, "seconds_ago": 1.0}
-    report["redis"] |= {"up": True, "last_error": fails}
+    report["tiers"]["redis"] |= {"up": True, "last_error": fails}
     (said_bad,) = (text for label, text, is_bad in rows(report) if is_bad and label == "Redis")
     assert said_bad.startswith("up, and FAILS: CROSSSLOT (2 times, last 1 s ago); ")
     report["engines"] = []

@@ -18,7 +18,8 @@ from lmcache_redis.cli.why import (
     unknown,
 )
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS
+from lmcache_redis.tier_kinds import DISK, REDIS
+from lmcache_redis.tiers import TierCounters
 from tests.agent.test_history import agent_at, read_all, registered
 from tests.agent.test_history import layout as layout_of
 from tests.cache.played import run_until
@@ -151,8 +152,9 @@ def test_other_ends() -> None:
 
 
 def test_every_reason_has_a_sentence() -> None:
-    counters = {*REDIS_COUNTERS.misses.values(), *DISK_COUNTERS.misses.values()}
-    counters |= {each.silent for each in (REDIS_COUNTERS, DISK_COUNTERS)}
+    of_tiers = [TierCounters.of(kind) for kind in (DISK, REDIS)]
+    counters = {counter for each in of_tiers for counter in each.misses.values()}
+    counters |= {each.silent for each in of_tiers}
     counters |= {"miss_slower", "miss_pool_full", "miss_load", "miss_mapping"}
     others = {"in_part", "distrusted", "not_registered", "layouts_differ"}
     assert set(REASONS) == {each.removeprefix("miss_") for each in counters} | others

@@ -16,8 +16,8 @@ from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.objects.cache import Found, HeapMemory, ObjectCache
 from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.tier_kinds import DISK
 from lmcache_redis.tiers import (
-    DISK_COUNTERS,
     Backing,
     CallOutcome,
     FramesResult,
@@ -38,7 +38,7 @@ class Objects:
 
     def __init__(self, *tiers: Tier, keeps: int = 1 << 30) -> None:
         self.loop = OwnerLoop(lambda: None)
-        backings = [Backing(tier, DISK_COUNTERS, 1 << 30) for tier in tiers]
+        backings = [Backing(tier, DISK, 1 << 30) for tier in tiers]
         self.cache = Cache(self.loop, HeapMemory(), backings, Metrics(), keeps)
         self.objects = ObjectCache(self.cache, NAMES, STRIPE_BYTES, 5.0)
 

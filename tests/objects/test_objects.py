@@ -14,9 +14,8 @@ from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.errors import FormatError
 from lmcache_redis.objects.cache import Found, HeapMemory, HeldChunk, ObjectCache
+from lmcache_redis.tier_kinds import DISK, REDIS
 from lmcache_redis.tiers import (
-    DISK_COUNTERS,
-    REDIS_COUNTERS,
     Backing,
     CallOutcome,
     ExistsResult,
@@ -51,9 +50,7 @@ class Objects(World):
     def __init__(self, *tiers: PlayedTier, keeps: int = KEEPS, capacity: int = 100_000) -> None:
         self.keeps = keeps
         self.capacity = capacity
-        counted = [
-            (tier, DISK_COUNTERS if tier.index is not None else REDIS_COUNTERS) for tier in tiers
-        ]
+        counted = [(tier, DISK if tier.index is not None else REDIS) for tier in tiers]
         super().__init__(counted)
         self.objects = ObjectCache(self.cache, NAMES, STRIPE_BYTES, 5.0)
 

@@ -19,8 +19,8 @@ from lmcache_redis.chunks.names import (
     stripe_key,
 )
 from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.tier_kinds import REDIS
 from lmcache_redis.tiers import (
-    REDIS_COUNTERS,
     CallOutcome,
     ChunkIO,
     ExistsResult,
@@ -48,7 +48,7 @@ class Writer(World):
         self.plane = RedisPlane(RedisOptions(url))
         self.plane.start()
         stack.callback(self.plane.close, 0.0)
-        super().__init__([(self.plane, REDIS_COUNTERS)], slots=16 * 8 * 2)
+        super().__init__([(self.plane, REDIS)], slots=16 * 8 * 2)
         self.entries = []
         for name in HASHES:
             entry = self.cache.reserve(FORM, name)
@@ -90,7 +90,7 @@ def stack() -> Iterator[ExitStack]:
 def loaded(url: str) -> list[tuple[ReadOutcome, set[int]]]:
     """Of each chunk: how its load ends, and whose bytes it has."""
     with ExitStack() as stack:
-        reader = World([(_plane(url, stack), REDIS_COUNTERS)], slots=16 * 8)
+        reader = World([(_plane(url, stack), REDIS)], slots=16 * 8)
         jobs = [
             job
             for name in HASHES

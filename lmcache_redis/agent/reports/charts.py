@@ -7,6 +7,7 @@ from typing import Final
 
 from lmcache_redis.agent.reports import words
 from lmcache_redis.agent.reports.history import MINUTES, Minute
+from lmcache_redis.tier_kinds import KINDS
 from lmcache_redis.units import shown_bytes
 
 _HEIGHT: Final = 100.0
@@ -16,14 +17,17 @@ _BAR: Final = 8
 
 def charts(hour: Sequence[Minute]) -> str:
     """Hit rate, bytes and savings, for a `grid`. hour: of `History.minutes`."""
-    whole = Minute(*map(sum, zip(*hour, strict=True)))
-    shares = {tier: [_share(getattr(each, tier), each) for each in hour] for tier in words.TIERS}
+    whole = Minute.sum(hour)
+    shares = {
+        kind.name: [_share(each.hits[number], each) for each in hour]
+        for number, kind in enumerate(KINDS)
+    }
     hits = [sum(these) for these in zip(*shares.values(), strict=True)]
     shares["computed"] = [
         max(0.0, 1.0 - hit) if each.asked_chunks else 0.0
         for hit, each in zip(hits, hour, strict=True)
     ]
-    rate = words.rate_of(whole.host + whole.disk + whole.redis, whole.asked_chunks)
+    rate = words.rate_of(sum(whole.hits), whole.asked_chunks)
     to_engines = [each.to_engines_bytes for each in hour]
     from_engines = [each.from_engines_bytes for each in hour]
     seconds = words.shown_seconds(whole.saved_prefill_s)

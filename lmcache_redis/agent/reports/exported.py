@@ -22,6 +22,7 @@ from lmcache_redis.agent.agent import Agent, status_report
 from lmcache_redis.agent.peers import Reply
 from lmcache_redis.agent.reports.history import SAMPLE_S, History, Minute
 from lmcache_redis.agent.reports.page import HEADERS, PRIVATE, page
+from lmcache_redis.agent.reports.words import tiers_of
 from lmcache_redis.agent.sessions import PastRequest
 from lmcache_redis.agent.uses import TenantUse
 from lmcache_redis.metrics.exporter import (
@@ -135,7 +136,7 @@ def last_misses(agent: Agent) -> list[PastRequest]:
 
 def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
     """status: a STATUS document."""
-    pool, disk, loads = status["pool"], status["disk"], status["loads"]
+    pool, loads = status["pool"], status["loads"]
     slot_bytes = pool["slot_bytes"]
     used_bytes, pinned_bytes = pool["used_slots"] * slot_bytes, pool["pinned_slots"] * slot_bytes
     gauges = partial(labelled, GaugeMetricFamily)
@@ -155,16 +156,18 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
         ),
         ("waiting_lookups", "lookups that wait for room in the host pool", loads["waiting"]),
         ("sessions", "requests that the agent knows", status["sessions"]),
-        ("redis_up", "1 if Redis answers, 0 while the breaker is open", status["redis"]["up"]),
         (
             "distrusted_layouts",
             "layouts of which nothing is loaded, because canaries have found other KV than was "
             "cached", len(status["canaries"]["distrusted"]),
         ),
     ]  # fmt: skip
-    if disk:
-        rows.append(("disk_up", "1 if the disk tier answers", disk["up"]))
-        rows.append(("disk_used_bytes", "size of the disk tier's files", disk["used_bytes"]))
+    for kind, tier in tiers_of(status):
+        said = f"1 if {kind.title} answers, 0 while nothing is asked of it"
+        rows.append((f"{kind.name}_up", said, tier["up"]))
+        if tier["used_bytes"] is not None:
+            said = f"bytes that chunks take {kind.place}"
+            rows.append((f"{kind.name}_used_bytes", said, tier["used_bytes"]))
     for row in rows:
         yield gauge(*row)
     tiers = {(name,): tier for name, tier in loads["tiers"].items()}

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
+from lmcache_redis.tier_kinds import KINDS
+
 SAMPLE_S: Final = 15.0
 MINUTES: Final = 60
 # The samples of an hour, the one before them, and one for timers that run early.
@@ -20,21 +22,31 @@ _MINUTE_S = 60.0
 
 
 class Minute(NamedTuple):
-    """What happened in a minute; as a sample: since the start. Hits by tier."""
+    """What happened in a minute; as a sample: since the start. hits: by kind of tier."""
 
     asked_chunks: float = 0.0
-    host: float = 0.0
-    disk: float = 0.0
-    redis: float = 0.0
     to_engines_bytes: float = 0.0
     from_engines_bytes: float = 0.0
     saved_tokens: float = 0.0
     saved_prefill_s: float = 0.0
+    hits: tuple[float, ...] = (0.0,) * len(KINDS)
+
+    @classmethod
+    def of(cls, sums: Sequence[float]) -> Minute:
+        """sums: what each of `_COUNTERS` grew by."""
+        asked, to_engines, from_engines, tokens, seconds, *hits = sums
+        return cls(asked, to_engines, from_engines, tokens, seconds, tuple(hits))
+
+    @classmethod
+    def sum(cls, minutes: Sequence[Minute]) -> Minute:
+        rows = ((*each[:-1], *each.hits) for each in minutes)
+        return cls.of([*map(sum, zip(*rows, strict=True))])
 
 
 _COUNTERS: Final = (
-    *("lookup_chunks", "hit_chunks_host", "hit_chunks_disk", "hit_chunks_redis"),
-    *("retrieved_bytes", "gathered_bytes", "saved_tokens", "saved_prefill_seconds"),
+    *("lookup_chunks", "retrieved_bytes", "gathered_bytes", "saved_tokens"),
+    "saved_prefill_seconds",
+    *(kind.hits for kind in KINDS),
 )
 _FIELDS: Final = 1 + len(_COUNTERS)
 
@@ -67,7 +79,7 @@ class History:
                 sums = found[-1 - ago]
                 for number, (then, now) in enumerate(zip(before[1:], after[1:], strict=True)):
                     sums[number] += now - then
-        return [Minute(*sums) for sums in found]
+        return [Minute.of(sums) for sums in found]
 
     def _samples(self) -> Iterator[Sequence[float]]:
         """The oldest first."""

@@ -12,6 +12,7 @@ from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from html import escape
+from itertools import cycle
 from typing import Any, Final
 
 from lmcache_redis.agent.reports import words
@@ -20,20 +21,32 @@ from lmcache_redis.agent.reports.history import Minute
 from lmcache_redis.agent.sessions import PastRequest
 from lmcache_redis.metrics import COUNTERS
 from lmcache_redis.tenants import NONE
+from lmcache_redis.tier_kinds import HOST, KINDS, TierKind
 from lmcache_redis.units import shown_age, shown_bytes
 
 REFRESH_S: Final = 5
-_STYLE: Final = """
+# For light and dark pages, in the order of `KINDS`; more kinds begin again.
+_COLOURS: Final = (
+    *(("#0f9d8a", "#25bfa9"), ("#d98a1f", "#eaa545"), ("#5b5bd6", "#8b8bf5")),
+    *(("#b8467f", "#e583b4"), ("#3f7fc4", "#78b0ea"), ("#7c8a2b", "#b3c257")),
+)
+_COLOURED: Final = [*zip((kind.name for kind in KINDS), cycle(_COLOURS), strict=False)]
+_LIGHT, _DARK = (
+    " ".join(f"--{name}: {pair[number]};" for name, pair in _COLOURED) for number in (0, 1)
+)
+_FILLS: Final = " ".join(f".{name} {{ fill: var(--{name}); }}" for name, _ in _COLOURED)
+_STYLE: Final = (
+    """
 :root {
   color-scheme: light dark;
   --page: #f6f7f9; --card: #ffffff; --line: #e3e6eb; --text: #1b2130; --soft: #626c80;
-  --host: #0f9d8a; --disk: #d98a1f; --redis: #5b5bd6; --computed: #d5dae3;
+  @LIGHT@ --computed: #d5dae3;
   --good: #18794e; --good-back: #ddf3e4; --bad: #b3261e; --bad-back: #fbe4e2;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #10131a; --card: #181c25; --line: #2a303c; --text: #e7eaf0; --soft: #97a1b4;
-    --host: #25bfa9; --disk: #eaa545; --redis: #8b8bf5; --computed: #39404f;
+    @DARK@ --computed: #39404f;
     --good: #7ddba3; --good-back: #14301f; --bad: #ff9d94; --bad-back: #3d1815;
   }
 }
@@ -69,7 +82,7 @@ figcaption { font-weight: 600; } figcaption .soft { display: block; font-weight:
 .bar { display: block; width: 100%; height: 14px; border-radius: 7px; margin-bottom: 12px; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 22px; list-style: none; margin: 0; padding: 0; }
 .key { width: 10px; height: 10px; border-radius: 3px; margin-right: 7px; }
-.host { fill: var(--host); } .disk { fill: var(--disk); } .redis { fill: var(--redis); }
+@FILLS@
 .computed { fill: var(--computed); }
 table { border-collapse: collapse; width: 100%; }
 table + p { margin-top: 10px; }
@@ -87,7 +100,10 @@ tr:last-child td { border-bottom: 0; padding-bottom: 0; }
   td::before { content: attr(data-title); color: var(--soft); font-size: 12.5px; }
 }
 footer { margin-top: 18px; color: var(--soft); font-size: 12.5px; }
-"""
+""".replace("@LIGHT@", _LIGHT)
+    .replace("@DARK@", _DARK)
+    .replace("@FILLS@", _FILLS)
+)
 _STYLE_HASH = b64encode(sha256(_STYLE.encode()).digest()).decode()
 # Of all that names what engines serve: no other site may use it, nothing keeps it.
 PRIVATE: Final = (
@@ -105,7 +121,6 @@ HEADERS: Final = (
     ),
     *PRIVATE,
 )
-_TIER_NAMES: Final = {"host": "host pool", "disk": "disk", "redis": "Redis"}
 _NONE_CONNECTED: Final = (
     "none is connected. Start vLLM with --kv-transfer-config "
     '\'{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}\' on this node.'
@@ -204,16 +219,15 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> 
 
 
 def _pills(report: Mapping[str, Any]) -> Iterator[str]:
-    redis, disk, distrusted = report["redis"], report["disk"], report["canaries"]["distrusted"]
+    distrusted = report["canaries"]["distrusted"]
     bad = []
-    if not redis["up"]:
-        bad.append(f"Redis is down: {redis['reason']}")
-    elif failing := words.failing(redis):
-        bad.append(f"Redis is up, and fails: {failing}")
-    else:
-        yield '<span class="pill good">Redis is up</span>'
-    if disk and not disk["up"]:
-        bad.append(f"disk is down: {disk['reason']}")
+    for kind, tier in words.tiers_of(report):
+        if not tier["up"]:
+            bad.append(f"{kind.title} is down: {tier['reason']}")
+        elif failing := words.failing(tier):
+            bad.append(f"{kind.title} is up, and fails: {failing}")
+        else:
+            yield f'<span class="pill good">{kind.title} is up</span>'
     if distrusted:
         count = len(distrusted)
         bad.append(f"other KV was cached than is computed: {count} layouts are not loaded")
@@ -247,10 +261,10 @@ def _cards(report: Mapping[str, Any]) -> Iterator[str]:
 def _sources(report: Mapping[str, Any]) -> str:
     if not report["counters"]["lookup_chunks"]:
         return '<p class="soft">no engine has asked for a prompt yet</p>'
-    names = {**_TIER_NAMES, "computed": "not cached, or faster to compute"}
-    shares = {tier: float(share) for tier, share in report["hit_rate"].items()}
-    if not report["disk"]:
-        del shares["disk"]
+    found = (HOST, *(kind for kind, _ in words.tiers_of(report)))
+    names = {kind.name: kind.title for kind in found}
+    names["computed"] = "not cached, or faster to compute"
+    shares = {kind.name: float(report["hit_rate"][kind.name]) for kind in found}
     shares["computed"] = max(0.0, 1.0 - sum(shares.values()))
     rects = items = ""
     begin = 0.0
@@ -264,25 +278,25 @@ def _sources(report: Mapping[str, Any]) -> str:
 
 
 def _tiers(report: Mapping[str, Any]) -> str:
-    pool, disk, counters = report["pool"], report["disk"], report["counters"]
+    pool, counters = report["pool"], report["counters"]
     size = pool["slot_bytes"]
     speeds = {tier: words.load_rate(loads) for tier, loads in report["loads"]["tiers"].items()}
     used = f"{shown_bytes(pool['used_slots'] * size)} of {shown_bytes(pool['slots'] * size)}"
-    tiers = [("host", used, "gathered_bytes", "retrieved_bytes")]
-    if disk:
-        used = f"{shown_bytes(disk['used_bytes'])} of {shown_bytes(disk['limit_bytes'])}"
-        tiers.append(("disk", used, "disk_stored_bytes", "disk_loaded_bytes"))
-    tiers.append(("redis", _code(report["redis"]["server"]), "stored_bytes", "loaded_bytes"))
+    tiers: list[tuple[TierKind, str, str, str]]
+    tiers = [(HOST, used, "gathered_bytes", "retrieved_bytes")]
+    for kind, tier in words.tiers_of(report):
+        used = _code(words.used(tier)) if tier["limit_bytes"] is None else words.used(tier)
+        tiers.append((kind, used, kind.counter("stored_bytes"), kind.counter("loaded_bytes")))
     rows = (
         (
-            _TIER_NAMES[tier],
+            kind.title,
             used,
-            speeds.get(tier, "memory"),
-            f"{counters[f'hit_chunks_{tier}']:,}",
+            speeds.get(kind.name, "memory"),
+            f"{counters[kind.hits]:,}",
             shown_bytes(counters[written]),
             shown_bytes(counters[read]),
         )
-        for tier, used, written, read in tiers
+        for kind, used, written, read in tiers
     )
     return _table(("tier", "used", "speed of loads", "chunks hit ", "written ", "read "), rows, "")
 

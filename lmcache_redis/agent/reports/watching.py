@@ -23,6 +23,7 @@ from lmcache_redis.agent.lookups import letters_of
 from lmcache_redis.agent.peers import Peer, Reply
 from lmcache_redis.cache.threads import posting
 from lmcache_redis.chunks.names import PartNames
+from lmcache_redis.tier_kinds import HOST
 from lmcache_redis.tiers import CallOutcome, ExistsResult
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,9 @@ class Watches:
         self._plane = agent.plane
         self._watches: dict[Peer, _OpenWatch] = {}
         self._letters = letters_of(agent.cache)
+        self._levels: dict[object, int] = {
+            tier: level for level, tier in enumerate(agent.cache.tiers)
+        }
         self._not_known: set[bytes] = set()  # of these, to be asked about again
         self._in_redis: dict[bytes, None] = {}  # as schedulers were told, the oldest first
 
@@ -148,11 +152,11 @@ class Watches:
 
     def _evicted_from_disk(self, keys: Sequence[bytes]) -> None:
         # On a thread of the disk tier.
-        self._loop.post(partial(self._pool.seen, self._letters.index("d"), keys, there=False))
+        self._loop.post(partial(self._pool.seen, self._levels[self._disk], keys, there=False))
 
     def _removed_from_redis(self, keys: Iterable[bytes]) -> None:
         followed = [key for key in keys if key in self._in_redis]
-        self._pool.seen(self._letters.index("r"), followed, there=False)
+        self._pool.seen(self._levels[self._plane], followed, there=False)
 
     def _ask_redis(self, keys: Sequence[bytes]) -> None:
         keys = [key for key in keys if key in self._in_redis]
@@ -182,9 +186,9 @@ class Watches:
         self._ask_redis(keys)
 
     def _changed(self, key: bytes, tier: int | None, there: bool) -> None:
-        letter = "h" if tier is None else self._letters[tier]
+        letter = HOST.letter if tier is None else self._letters[tier]
         try:
-            if letter == "r":
+            if tier == self._levels[self._plane]:
                 self._in_redis.pop(key, None)
                 if there:
                     self._in_redis[key] = None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from lmcache_redis.units import shown_age
-
-TIERS: Final = ("host", "disk", "redis")
+from lmcache_redis.tier_kinds import KINDS, TierKind
+from lmcache_redis.units import shown_age, shown_bytes
 
 
 def percent(share: float | None) -> str:
@@ -63,6 +62,18 @@ def not_compared(every: int, counters: Mapping[str, float]) -> str:
     )
 
 
+def used(tier: Mapping[str, Any]) -> str:
+    """How full a tier is, or where it is if it does not know. tier: of ``tiers``."""
+    if tier["limit_bytes"] is None:
+        return str(tier["where"])
+    return f"{shown_bytes(tier['used_bytes'])} of {shown_bytes(tier['limit_bytes'])}"
+
+
+def tiers_of(report: Mapping[str, Any]) -> Iterator[tuple[TierKind, Mapping[str, Any]]]:
+    """Those behind the host pool, with their part of a STATUS document."""
+    return ((kind, report["tiers"][kind.name]) for kind in KINDS if kind.name in report["tiers"])
+
+
 def load_rate(tier: Mapping[str, Any]) -> str:
     """tier: of ``loads.tiers``."""
     rate = tier["bytes_per_s"]
@@ -70,18 +81,18 @@ def load_rate(tier: Mapping[str, Any]) -> str:
     return f"{text} (slower than computing)" if tier["is_slow"] else text
 
 
-def failing(redis: Mapping[str, Any]) -> str:
-    """What operations of a Redis that is up fail with, how often and when; or why some will.
+def failing(tier: Mapping[str, Any]) -> str:
+    """What operations of a tier that is up fail with, how often and when; or why some will.
 
     Empty if they work.
 
-    redis: of a STATUS document.
+    tier: of ``tiers``.
     """
-    error = redis.get("last_error")
-    if not redis["up"]:
+    error = tier.get("last_error")
+    if not tier["up"]:
         return ""
     if error is None:
-        return str(redis["reason"])
+        return str(tier["reason"])
     times = f"{error['count']:,} times, last " if error["count"] > 1 else ""
     return f"{error['text']} ({times}{shown_age(error['seconds_ago'])} ago)"
 

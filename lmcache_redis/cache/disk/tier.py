@@ -41,6 +41,7 @@ from lmcache_redis.tiers import (
     ReadOutcome,
     RemoveResult,
     ScanResult,
+    TierPlace,
     WriteDone,
     WriteOutcome,
 )
@@ -110,6 +111,10 @@ class DiskTier:
     def state(self) -> PlaneState:
         reason = self._unread or self._detector.reason
         return PlaneState(not reason, True, reason)
+
+    @property
+    def place(self) -> TierPlace:
+        return TierPlace(self.directory, self.store.used_bytes, self.store.limit_bytes)
 
     # ----------------------------------------------------------- the contract
 

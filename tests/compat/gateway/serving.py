@@ -20,8 +20,8 @@ from lmcache_redis.compat.gateway.server import Gateway
 from lmcache_redis.compat.gateway.wire import object_key_of
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.objects.cache import HeapMemory, ObjectCache
+from lmcache_redis.tier_kinds import REDIS
 from lmcache_redis.tiers import (
-    REDIS_COUNTERS,
     Backing,
     CallOutcome,
     ChunkIO,
@@ -34,6 +34,7 @@ from lmcache_redis.tiers import (
     RemoveResult,
     ScanResult,
     Tier,
+    TierPlace,
     WriteDone,
     WriteOutcome,
 )
@@ -91,6 +92,10 @@ class DictTier:
     @property
     def state(self) -> PlaneState:
         return PlaneState(not self.hangs, True, "")
+
+    @property
+    def place(self) -> TierPlace:
+        return TierPlace(self.name)
 
     def lookup(self, key: bytes) -> bool | None:
         return False if self.hangs else None
@@ -216,7 +221,7 @@ def _parsed(key: bytes) -> ObjectKey:
 
 def cache_over(config: GatewayConfig, tiers: Sequence[Tier]) -> ObjectCache:
     """A cache of its memory over these tiers, owned by the running loop."""
-    backings = [Backing(tier, REDIS_COUNTERS, 1 << 40) for tier in tiers]
+    backings = [Backing(tier, REDIS, 1 << 40) for tier in tiers]
     memory = HeapMemory(spare_bytes=64 << 20)
     cache = Cache(LoopOwner(), memory, backings, Metrics(), idle_limit=config.memory_bytes)
     return ObjectCache(cache, _NAMES, STRIPE_BYTES, 5.0)

@@ -31,6 +31,7 @@ from lmcache_redis.integrations.vllm.reports.holdings import (
     Place,
     Stored,
 )
+from lmcache_redis.tier_kinds import KINDS, Medium
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import BlockStored, KVCacheEvent
@@ -44,11 +45,10 @@ MAX_CHUNKS = 1 << 15
 # Stored ones: they take about 1 ms, and the step of the scheduler waits.
 CHUNKS_PER_STEP = 128
 
+_MEDIA = {Medium.MEMORY: kv_events.MEDIUM_CPU, Medium.STORAGE: kv_events.MEDIUM_STORAGE}
 # vLLM's medium, and its locality relative to the engine.
 _PLACES = {
-    "host": (kv_events.MEDIUM_CPU, "LOCAL"),
-    "disk": (kv_events.MEDIUM_STORAGE, "LOCAL"),
-    "redis": (kv_events.MEDIUM_STORAGE, "REMOTE"),
+    kind.name: (_MEDIA[kind.medium], "REMOTE" if kind.is_shared else "LOCAL") for kind in KINDS
 }
 
 

@@ -38,6 +38,7 @@ from lmcache_redis.client.scheduler import ChunkWatch, SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
 from lmcache_redis.metrics import PREFIX, SECONDS, Declared
+from lmcache_redis.tier_kinds import KINDS, Medium
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,9 +50,6 @@ if TYPE_CHECKING:
     from lmcache_redis.integrations.vllm.support import LayerGroup
 
 logger = logging.getLogger("vllm.lmcache_redis")
-
-# Label values of ``hit_tokens``.
-TIERS: Final = ("host", "disk", "redis")
 
 # By the names in ``ConnectorStats.data``.
 DECLARED: Final = {
@@ -232,9 +230,15 @@ class ReportingHooks(KVConnectorBase_V1):
         if self._scheduler is None:
             return {}
         tokens = self._scheduler.hit_tokens(request.request_id)
-        sources = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
-        remote = CacheHitSource.EXTERNAL_UNSPECIFIED  # vLLM's word for a remote store
-        return {sources.get(tier, remote): count for tier, count in tokens.items()}
+        own = {Medium.MEMORY: CacheHitSource.HOST, Medium.STORAGE: CacheHitSource.DISK}
+        found: dict[Any, int] = {}
+        for kind in KINDS:
+            if kind.name in tokens:
+                # vLLM's word for a remote store.
+                remote = CacheHitSource.EXTERNAL_UNSPECIFIED
+                source = remote if kind.is_shared else own[kind.medium]
+                found[source] = found.get(source, 0) + tokens[kind.name]
+        return found
 
     @guarded(nothing, "statistics")
     def get_kv_connector_stats(self) -> ConnectorStats | None:
@@ -274,7 +278,7 @@ class ConnectorMetrics(KVConnectorPromMetrics):
         self._metrics: dict[str, Any] = {}
         _forget_former()
         workers = [str(rank) for rank in range(vllm_config.parallel_config.world_size)]
-        values = {"worker": workers, "tier": TIERS, "": [""]}
+        values = {"worker": workers, "tier": [kind.name for kind in KINDS], "": [""]}
         for name, declared in DECLARED.items():
             more = {"multiprocess_mode": "mostrecent"} if declared.kind is Gauge else {}
             metric = declared.make(metric_types[declared.kind], labelnames, **more)
