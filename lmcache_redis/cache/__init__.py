@@ -6,6 +6,7 @@ entry keeps its memory; an unpinned one stays until its memory is needed.
 
     pool              which chunk holds which memory, and who waits for it to be filled
     disk              a tier behind the pool (`lmcache_redis.tiers`), as is `RedisPlane`
+    blocking          makes a tier of a store whose calls block, as those of disks do
     writebehind       one bounded queue per tier; the changes of one key are in order
     doubted           what a tier must not be believed to have; removals that are tried again
     schedule          which writes begin: they give way to loads

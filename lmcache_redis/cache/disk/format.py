@@ -91,6 +91,10 @@ class StoredFile:
     cut: StoredShape
 
     @property
+    def frame(self) -> ChunkFrame:
+        return self.cut.frame(self.key)
+
+    @property
     def nbytes(self) -> int:
         return disk_bytes(self.cut.chunk_bytes)
 

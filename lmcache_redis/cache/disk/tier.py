@@ -1,78 +1,33 @@
-"""The disk tier, a `tiers.Tier`: jobs on threads, and detection of a disk that hangs.
+"""The disk tier: a `BlockingTier` over the files of a directory, which it locks.
 
-Two threads read, remove and clear, in the order of the jobs; one thread at a low priority writes.
-Each thread has a buffer: what it reads is copied into the slots when it is complete, what it writes
-is copied from them first. So a job that is cancelled ends at once, whatever the disk does: a read
-is then dropped, and a write does not become visible. No job begins after its deadline.
-
-A call that exceeds its patience takes the tier down: nothing is found, and every job is answered
-UNAVAILABLE. The tier comes back when all calls have returned. A tier that is closed while a call
-hangs keeps its directory locked, because the call may still change it.
+A tier that is closed while a call hangs keeps its directory locked, because the call may still
+change it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
-from typing import TypeAlias, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
+from lmcache_redis.cache.blocking import PATIENCE_S, BlockingTier
 from lmcache_redis.cache.disk.files import ChunkFiles, Scan, lock_directory
 from lmcache_redis.cache.disk.store import DiskStore
-from lmcache_redis.cache.threads import HangDetector, WorkerThreads
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.tiers import (
-    CallOutcome,
-    ChunkIO,
-    Done,
-    ExistsResult,
-    FramesResult,
-    KeysResult,
-    PlaneState,
-    ReadDone,
-    ReadOutcome,
-    RemoveResult,
-    ScanResult,
-    TierPlace,
-    WriteDone,
-    WriteOutcome,
-)
+from lmcache_redis.tiers import TierPlace
 
 logger = logging.getLogger(__name__)
 
-Keys = Sequence[bytes]
-_Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
-T = TypeVar("T")
-
-PATIENCE_S = 5.0
-_JOIN_S = 0.25
-# A larger buffer is not kept.
-_KEPT_BUFFER_BYTES = 64 << 20
-
-# A read's outcome, and what it has read.
-_Read: TypeAlias = tuple[ReadOutcome, memoryview]
-
-
-class DiskTier:
+class DiskTier(BlockingTier):
     """Chunks in files of a directory, created if needed, that no other tier uses. Thread-safe.
 
-    limit_bytes: see `store`. read_patience_s: how long a read may be in flight; other calls may for
-    `PATIENCE_S`. write_nice: see `nice(2)`. in_background: the files that are there are read on a
-    thread, and the tier is down until that has ended.
+    limit_bytes: see `store`. in_background: the files that are there are read on a thread, and the
+    tier is down until that has ended. Others: see `BlockingTier`.
 
     Raises ConfigError if a value is invalid, or the directory cannot be used or is in use.
     """
-
-    name = "disk"
 
     def __init__(
         self,
@@ -88,17 +43,16 @@ class DiskTier:
         path = Path(directory)
         self.directory = os.fspath(path)
         self.store = DiskStore(ChunkFiles(path), limit_bytes)
-        self._read_patience_s = read_patience_s
         self._lock_fd = lock_directory(path)
         self._unread = "its files are being read"  # why the index is not complete
-        # Jobs that have not ended, with what answers them with the outcome of a name. Whoever takes
-        # one out answers it.
-        self._pending: dict[object, Callable[[str], None]] = {}
-        self._buffers = threading.local()
-        self._has_ended: bool | None = None  # None: not closed
-        self._reads = WorkerThreads("disk-read", read_threads)
-        self._writes = WorkerThreads("disk-write", write_threads, write_nice)
-        self._detector = HangDetector("disk tier", self._end_all)
+        super().__init__(
+            "disk",
+            self.store,
+            read_patience_s=read_patience_s,
+            read_threads=read_threads,
+            write_threads=write_threads,
+            write_nice=write_nice,
+        )
         if in_background:
             self._writes.put(partial(self._read_directory, path), dropped=lambda: None)
             return
@@ -108,120 +62,23 @@ class DiskTier:
             raise ConfigError(f"{self._unread}: make it readable or choose another")
 
     @property
-    def state(self) -> PlaneState:
-        reason = self._unread or self._detector.reason
-        return PlaneState(not reason, True, reason)
-
-    @property
     def place(self) -> TierPlace:
         return TierPlace(self.directory, self.store.used_bytes, self.store.limit_bytes)
 
-    # ----------------------------------------------------------- the contract
-
-    def lookup(self, key: bytes) -> bool:
-        return self._is_up and self.store.find(key) is not None
-
-    def scan(self, keys: Keys, deadline: float, done: Done[ScanResult]) -> None:
-        done(ScanResult(self._answer_now, sum(1 for _ in takewhile(self.lookup, keys))))
-
-    def exists(self, keys: Keys, deadline: float, done: Done[ExistsResult]) -> None:
-        present = [self.lookup(key) for key in keys]
-        done(ExistsResult(self._answer_now, present if self._is_up else ()))
-
-    def refresh(
-        self,
-        chunks: Sequence[tuple[bytes, int]],
-        deadline: float,
-        done: Done[ExistsResult],
-        claim_s: float = 0.0,
-    ) -> None:
-        """See the contract. After a restart the use is forgotten."""
-        for key, _ in chunks:
-            self.store.keep(key)
-        self.exists([key for key, _ in chunks], deadline, done)
-
-    def unclaim(self, keys: Keys) -> None:
-        """There are none."""
-
-    def describe(self, keys: Keys, deadline: float, done: Done[FramesResult]) -> None:
-        found = ((key, self.store.find(key)) for key in keys)
-        frames = [file.cut.frame(key) if file else None for key, file in found]
-        done(FramesResult(self._answer_now, frames if self._is_up else ()))
-
-    def keys(self, prefix: bytes, deadline: float, limit: int) -> KeysResult:
-        """See the contract. From the index, also while a call hangs."""
-        found = self.store.keys(prefix)
-        is_over = len(found) > limit
-        return KeysResult(CallOutcome.OVER_LIMIT if is_over else CallOutcome.DONE, found[:limit])
-
-    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:
-        for io in jobs:
-            load, answer = partial(self._load, io), partial(_answer_load, io, done)
-            self._begin(self._reads, io, io.deadline, load, answer, _not_loaded)
-
-    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone) -> None:
-        for io in jobs:
-            store, answer = partial(self._store, io), partial(done, io)
-            self._begin(self._writes, io, io.deadline, store, answer, WriteOutcome.__getitem__)
-
-    def cancel(self, job: ChunkIO) -> None:
-        self._end(job, "CANCELLED")
-
-    def remove(
-        self,
-        key: bytes,
-        deadline: float,
-        done: Done[RemoveResult],
-        stripe_count: int = 0,
-        newest_unix_ms: int | None = None,
-    ) -> None:
-        """See the contract. Files have no stripes, and do not say when they were stored."""
-
-        remove = partial(self._call, "a removal", partial(self.store.remove_or_keep, key))
-        self._begin(self._reads, object(), deadline, remove, done, _not_removed)
-
-    def clear(
-        self, key_prefixes: Sequence[bytes], deadline: float, done: Done[RemoveResult]
-    ) -> None:
-        """See the contract. Goes on after its deadline: each file's removal has its patience."""
-
-        def clear() -> RemoveResult:
-            keys = self.store.keys(tuple(key_prefixes))
-            removals = (partial(self.store.remove, key) for key in keys)
-            removed = sum(self._call("a removal", each) or False for each in removals)
-            return RemoveResult(self._answer_now, removed)
-
-        self._begin(self._reads, object(), deadline, clear, done, _not_removed)
-
     def close(self, deadline_s: float) -> bool:
-        """See the contract. Queued writes have half of the time, calls in flight the rest."""
+        """See the contract."""
         if self._has_ended is not None:
             return self._has_ended
-        end_s = time.monotonic() + deadline_s
-        self._has_ended = False
-        self._reads.stop()
-        if self._is_up:
-            self._writes.drain(deadline_s / 2)
-        self._writes.stop()
-        ended = self._detector.close(max(0.0, end_s - time.monotonic()))
-        self._end_all()
-        self._has_ended = self._reads.join(_JOIN_S) & self._writes.join(_JOIN_S) & ended
-        if self._has_ended:
+        if super().close(deadline_s):
             os.close(self._lock_fd)
-        else:
-            # A file may still be renamed into the directory.
-            logger.warning("the disk does not answer: its directory stays locked by this process")
-        return self._has_ended
+            return True
+        # A file may still be renamed into the directory.
+        logger.warning("the disk does not answer: its directory stays locked by this process")
+        return False
 
     @property
-    def _is_up(self) -> bool:
-        return not (self._unread or self._detector.reason)
-
-    @property
-    def _answer_now(self) -> CallOutcome:
-        return CallOutcome.DONE if self._is_up else CallOutcome.UNAVAILABLE
-
-    # ------------------------------------------------------------ on the threads
+    def _why_down(self) -> str:
+        return self._unread or self._detector.reason
 
     def _read_directory(self, path: Path) -> None:
         try:
@@ -234,96 +91,3 @@ class DiskTier:
             self.store.take_over(scan.found)
             logger.info("the disk tier is up: it has %d chunks", len(scan.found))
             self._unread = ""
-
-    def _load(self, io: ChunkIO) -> _Read | None:
-        buffer = self._buffer(io.frame.chunk_bytes)
-        load = partial(self.store.load, io.key, io.frame, buffer)
-        outcome = self._detector.run(load, "a read", self._read_patience_s)
-        return None if outcome is None else (outcome, buffer)
-
-    def _store(self, io: ChunkIO) -> WriteOutcome | None:
-        buffer = self._buffer(io.frame.chunk_bytes)
-        for slot, piece in _pieces(io, buffer):
-            np.copyto(piece, slot)
-        # If it ends while its slots are copied, they may change meanwhile: it is not visible then.
-        write = partial(self.store.write, io.key, io.frame, buffer, lambda: io not in self._pending)
-        return self._call("a write", write)
-
-    def _call(self, what: str, call: Callable[[], T]) -> T | None:
-        """Changes the store; None: another call hangs, or the tier is closed."""
-        return self._detector.run(call, what, PATIENCE_S)
-
-    def _buffer(self, nbytes: int) -> memoryview:
-        """Memory of this thread until its next job."""
-        kept: bytearray = getattr(self._buffers, "kept", bytearray())
-        if len(kept) < nbytes:
-            kept = bytearray(nbytes)
-            if nbytes <= _KEPT_BUFFER_BYTES:
-                self._buffers.kept = kept
-        return memoryview(kept)[:nbytes]
-
-    # ---------------------------------------------------------------- their ends
-
-    def _begin(
-        self,
-        threads: WorkerThreads,
-        name: object,
-        deadline_s: float,
-        work: Callable[[], T | None],
-        answer: Callable[[T], None],
-        not_done: Callable[[str], T],
-    ) -> None:
-        """Queues work whose result is answered; if it ends before, that of ``not_done``."""
-
-        def run() -> None:
-            result = None
-            try:
-                if time.monotonic() > deadline_s:
-                    self._end(name, "TIMED_OUT")
-                elif name in self._pending:
-                    result = work()
-            finally:
-                if result is None:
-                    self._end(name, "UNAVAILABLE")  # no call was made, or a bug prevented its end
-            if result is not None and self._pending.pop(name, None) is not None:
-                answer(result)
-
-        self._pending[name] = lambda outcome: answer(not_done(outcome))
-        threads.put(run, dropped=partial(self._end, name))
-        if not self._is_up:
-            self._end(name)  # it may have been queued after `_end_all`
-
-    def _end(self, name: object, outcome: str = "") -> None:
-        """Answers a job that has not ended. By default: the tier hangs, or is closed."""
-        end = self._pending.pop(name, None)
-        if end is not None:
-            end(outcome or ("CANCELLED" if self._is_up else "UNAVAILABLE"))
-
-    def _end_all(self) -> None:
-        for name in self._pending.copy():
-            self._end(name)
-
-
-def _not_loaded(outcome: str) -> _Read:
-    return ReadOutcome[outcome], memoryview(b"")
-
-
-def _not_removed(outcome: str) -> RemoveResult:
-    return RemoveResult(CallOutcome[outcome])
-
-
-def _answer_load(io: ChunkIO, done: ReadDone, result: _Read) -> None:
-    outcome, buffer = result
-    if outcome is ReadOutcome.LOADED:
-        for slot, piece in _pieces(io, buffer):
-            np.copyto(slot, piece)
-    done(io, outcome)
-
-
-def _pieces(io: ChunkIO, buffer: memoryview) -> Iterator[tuple[_Bytes, _Bytes]]:
-    """Each slot with its piece of the buffer, as arrays: numpy copies them without the GIL."""
-    at = 0
-    for slot in io.slots:
-        piece = buffer[at : at + len(slot)]
-        at += len(slot)
-        yield np.frombuffer(slot, np.uint8), np.frombuffer(piece, np.uint8)

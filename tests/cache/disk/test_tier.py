@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.cache.disk import tier as disk_tier
+from lmcache_redis.cache import blocking
 from lmcache_redis.cache.disk.files import ChunkFiles, Scan
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.chunks.frame import ChunkFrame
@@ -114,7 +114,7 @@ disk_hangs = pytest.mark.parametrize("patience_s", [1.0])
 
 @pytest.fixture
 def tier(directory: Path, patience_s: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskTier]:
-    monkeypatch.setattr(disk_tier, "PATIENCE_S", patience_s)
+    monkeypatch.setattr(blocking, "PATIENCE_S", patience_s)
     tier = DiskTier(directory, 1 << 20, read_patience_s=patience_s)
     yield tier
     tier.close(10)
