@@ -247,7 +247,10 @@ class TierPlace(NamedTuple):
 
 
 class Tier(Protocol):
-    """See the module. `RedisPlane` and `disk.tier.DiskTier` are tiers."""
+    """See the module. `RedisPlane` and `disk.tier.DiskTier` are tiers.
+
+    `testing.tier_contract` has a test for each promise.
+    """
 
     @property
     def name(self) -> str:

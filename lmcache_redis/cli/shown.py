@@ -182,7 +182,7 @@ def _overview(change: _CounterChange) -> Iterator[tuple[str, Text]]:
             yield kind.title, Text(f"DOWN: {tier['reason']} ({tier['where']})", "bold red")
         elif failing := words.failing(tier):
             yield kind.title, Text(f"{tier['where']}: up, and FAILS: {failing}", "bold red")
-        elif kind is KINDS[-1]:
+        elif kind.is_shared:
             yield kind.title, Text(f"{tier['where']}: up")
     tiers = report["loads"]["tiers"]
     yield (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,21 @@ from lmcache_redis.cache.pool import Arena
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
+from lmcache_redis.tiers import Backing
 from lmcache_redis.transport import bind_router
 
 _STOP_S = 10.0
 
 
 class AgentHere:
-    """Serves from entry to exit, with a small host pool. options: of `AgentConfig`."""
+    """Serves from entry to exit, with a small host pool. options: of `AgentConfig`.
 
-    def __init__(self, directory: Path, redis_url: str, **options: Any) -> None:
+    more: tiers beside disk and Redis.
+    """
+
+    def __init__(
+        self, directory: Path, redis_url: str, more: Sequence[Backing] = (), **options: Any
+    ) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.endpoint = f"ipc://{directory}/agent.sock"
         small = {"pool_bytes": 8 << 20, "slot_bytes": 64 << 10, "chunk_size_tokens": 64}
@@ -33,7 +40,7 @@ class AgentHere:
         self._router = bind_router(self._context, self.endpoint)
         self.arena = Arena(self.config.pool_bytes, self.config.slot_bytes)
         self.plane = RedisPlane(RedisOptions.of_agent(self.config, redis_url))
-        self.agent = Agent.of(self.config, self.arena, self.plane)
+        self.agent = Agent.of(self.config, self.arena, self.plane, more)
         self.service = Service(self.agent, self._router)
         self._thread = threading.Thread(target=self.service.serve, name="agent", daemon=True)
 

@@ -70,8 +70,9 @@ def used(tier: Mapping[str, Any]) -> str:
 
 
 def tiers_of(report: Mapping[str, Any]) -> Iterator[tuple[TierKind, Mapping[str, Any]]]:
-    """Those behind the host pool, with their part of a STATUS document."""
-    return ((kind, report["tiers"][kind.name]) for kind in KINDS if kind.name in report["tiers"])
+    """Those behind the host pool, in the order they are asked, with their part of the document."""
+    kinds = {kind.name: kind for kind in KINDS}
+    return ((kinds[name], tier) for name, tier in report["tiers"].items() if name in kinds)
 
 
 def load_rate(tier: Mapping[str, Any]) -> str:
