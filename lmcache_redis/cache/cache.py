@@ -17,6 +17,7 @@ from lmcache_redis.cache.threads import Owner, posting
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.metrics import Metrics
+from lmcache_redis.tier_kinds import TierKind
 from lmcache_redis.tiers import (
     DOUBTFUL,
     Backing,
@@ -78,14 +79,18 @@ class Cache:
         self.waiting = WaitQueue(owner, self.pool)
         self.tiers = tuple(backing.tier for backing in backings)
         self.rates = tuple(TransferRate() for _ in backings)
-        self.kinds = tuple(backing.kind for backing in backings)
-        self.counters = tuple(backing.counters for backing in backings)
+        self.backings = tuple(backings)
         self.queues = tuple(
             WriteBehind(backing, level, owner, self.pool, metrics, self.rates[level])
             for level, backing in enumerate(backings)
         )
         self.clears = Clears(owner, self.pool, backings, self.queues, metrics, self._discard)
         self._refresh_every_s = min((each.refresh_every_s for each in backings), default=math.inf)
+
+    @property
+    def kinds(self) -> list[TierKind]:
+        """Of the tiers."""
+        return [backing.kind for backing in self.backings]
 
     def close(self, deadline_s: float) -> bool:
         """Closes the tiers in ``deadline_s`` seconds. False: one still uses slots, so the memory
@@ -229,7 +234,7 @@ class Cache:
 
     def _loaded(self, load: Load, outcome: ReadOutcome) -> None:
         """A read has ended: the entry becomes READY, is read from the next tier, or is dropped."""
-        entry, counters = load.entry, self.counters[load.level]
+        entry, counters = load.entry, self.backings[load.level].counters
         if entry.watchers is None:
             self.pool.unpin(entry)  # it was taken by a tier that broke
             return
@@ -251,7 +256,11 @@ class Cache:
             self.begin_loads((load,))
 
     def _measure(self, load: Load, *, arrived: bool) -> None:
-        now_s, rate, counters = time.monotonic(), self.rates[load.level], self.counters[load.level]
+        now_s, rate, counters = (
+            time.monotonic(),
+            self.rates[load.level],
+            self.backings[load.level].counters,
+        )
         rate.ended(load.frame.chunk_bytes, now_s, arrived=arrived)
         if arrived:
             self.metrics.observe(counters.load_seconds, now_s - load.begun_s)
@@ -259,7 +268,7 @@ class Cache:
 
     def _missed(self, load: Load, outcome: ReadOutcome) -> None:
         level, key = load.level, load.key
-        load.missed = self.counters[level].misses.get(outcome)
+        load.missed = self.backings[level].counters.misses.get(outcome)
         if outcome is ReadOutcome.TIMED_OUT:
             load.missed = self.failure_of(level) or load.missed
         if load.missed is not None:
@@ -275,7 +284,7 @@ class Cache:
 
     def failure_of(self, level: int) -> str | None:
         """The counter of misses from a tier whose reads fail now: it is not that it is slow."""
-        error, counters = self.tiers[level].state.read_error, self.counters[level]
+        error, counters = self.tiers[level].state.read_error, self.backings[level].counters
         if error is None:
             return None
         return counters.silent if error.is_silence else counters.misses[ReadOutcome.UNAVAILABLE]
@@ -283,7 +292,8 @@ class Cache:
     def is_failure(self, counter: str) -> bool:
         """Whether it counts what a tier failed to say or to deliver."""
         unavailable = ReadOutcome.UNAVAILABLE
-        return any(counter in (each.silent, each.misses[unavailable]) for each in self.counters)
+        counted = (backing.counters for backing in self.backings)
+        return any(counter in (each.silent, each.misses[unavailable]) for each in counted)
 
     def remove(self, key: bytes, stripe_count: int = 0) -> None:
         """A chunk is wrong: it leaves the pool at once, and the tiers in the background.

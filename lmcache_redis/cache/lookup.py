@@ -188,7 +188,7 @@ class PrefixLookup:
         """The counter of chunks that a question with this outcome did not find."""
         if outcome is CallOutcome.DONE:
             return "miss_absent"
-        name, counters = self._cache.tiers[-1].name, self._cache.counters[-1]
+        name, counters = self._cache.tiers[-1].name, self._cache.backings[-1].counters
         is_silent = outcome is CallOutcome.TIMED_OUT
         self.end.reasons.add(f"{name} {'has not answered' if is_silent else 'is not available'}")
         return counters.silent if is_silent else counters.misses[ReadOutcome.UNAVAILABLE]
@@ -205,7 +205,7 @@ class PrefixLookup:
                 return counter
             is_asked = self._state is _Stage.ASKING and level == last
             if is_asked and waited_s >= _SILENT * cache.rates[level].latency_s:
-                return cache.counters[level].silent
+                return cache.backings[level].counters.silent
         return otherwise
 
     def _ends_at(self, chunk: int, counter: str) -> None:

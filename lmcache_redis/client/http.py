@@ -50,7 +50,7 @@ class HttpAgent:
 
     def status(self) -> dict[str, Any]:
         """As `ControlClient.status`, as are the others."""
-        return self._document("/status.json", "counters", "engines", "redis")
+        return self._document("/status.json", "counters", "engines", "redis", "tiers")
 
     def why(self, request: str = "", most: int = 20) -> dict[str, Any]:
         query = urlencode({"request": request, "most": most})
