@@ -211,7 +211,9 @@ class BlockingTier:
         self._writes.stop()
         ended = self._detector.close(max(0.0, end_s - time.monotonic()))
         self._end_all()
-        self._has_ended = self._reads.join(_JOIN_S) & self._writes.join(_JOIN_S) & ended
+        # Threads whose calls have returned end soon; those with a call that hangs do not.
+        join_s = max(_JOIN_S, end_s - time.monotonic()) if ended else _JOIN_S
+        self._has_ended = self._reads.join(join_s) & self._writes.join(join_s) & ended
         return self._has_ended
 
     @property

@@ -26,6 +26,7 @@ from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
 from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
+    Done,
     ExistsResult,
     FramesResult,
     ReadOutcome,
@@ -306,6 +307,18 @@ class TierContract:
             assert _store(tier, gone.transfer()) == [WriteOutcome.STORED]
             assert _exist(tier, gone.name) == [True]
 
+    def test_what_is_newer_may_stay(self) -> None:
+        """Where a chunk says when it was stored; what says nothing goes."""
+        with self.opened() as tier:
+            chunk, now_ms = _stored(tier), time.time_ns() // 1_000_000
+            before = _remove(tier, chunk.name, newest_unix_ms=now_ms - 3_600_000)
+            assert before.outcome is CallOutcome.DONE
+            assert _exist(tier, chunk.name) == [not before.removed]
+            stripes = _FORM.frame(chunk.name).stripe_count
+            after = _remove(tier, chunk.name, stripes, now_ms + 3_600_000)
+            assert after.outcome is CallOutcome.DONE
+            assert _exist(tier, chunk.name) == [False]
+
     def test_a_clear_removes_what_begins_so(self) -> None:
         with self.opened() as tier:
             other, third = form_of("other model"), form_of("third model")
@@ -455,8 +468,13 @@ def _exist(tier: Tier, *names: bytes) -> list[bool | None]:
     return [*found.present]
 
 
-def _remove(tier: Tier, name: bytes) -> RemoveResult:
-    removed: RemoveResult = _answer(tier.remove, _FORM.key(name), _soon())
+def _remove(
+    tier: Tier, name: bytes, stripe_count: int = 0, newest_unix_ms: int | None = None
+) -> RemoveResult:
+    def remove(done: Done[RemoveResult]) -> None:
+        tier.remove(_FORM.key(name), _soon(), done, stripe_count, newest_unix_ms)
+
+    removed: RemoveResult = _answer(remove)
     return removed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lmcache_redis.client.control import ControlClient
 from tests.agent.test_disk import agent_with_disk
 from tests.harness import Engine, block_hashes
 from tests.servers import RedisServer
@@ -44,3 +45,22 @@ def test_the_tiers_of_a_hit(tmp_path: Path, redis_server: RedisServer) -> None:
         assert agent.counter("hit_chunks_redis") == 1
         assert 0 <= from_redis < 3
         assert agent.counter("wire_errors") == 0
+
+
+def test_why_finds_another_layout_on_disk(tmp_path: Path, redis_server: RedisServer) -> None:
+    with (
+        agent_with_disk(tmp_path, redis_server) as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        engine.store("r1", HASHES, range(12))
+        agent.wait_idle()
+        agent.restart()
+        engine.wait_ready()
+        layouts = [each["layout"] for each in agent.status()["engines"]]
+        with redis_server.client() as client:
+            client.flushall()
+        with Engine(agent.endpoint, identity={"revision": "two"}) as other:
+            assert other.lookup("other", HASHES) == 0
+            (request,) = ControlClient(agent.endpoint, 10).why("other", 1)["requests"]
+            miss = request["lookup"]["first_miss"]
+            assert (miss["reason"], miss["other_layouts"]) == ("absent", layouts)

@@ -33,6 +33,7 @@ from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.names import DESCRIPTIONS, ChunkNames, PartNames, opaque_pages
 from lmcache_redis.device.layout import fingerprint_of, named_pairs
 from lmcache_redis.errors import FormatError
+from lmcache_redis.tier_kinds import HOST, REDIS
 from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
@@ -88,11 +89,11 @@ class Explanations:
         def answer(keys: Mapping[bytes, PartNames], is_all: bool, result: ExistsResult) -> None:
             """Says where the missed chunk is now, by layout."""
             in_redis = result.present or [None] * len(keys)
-            there = {
-                each.fingerprint.hex(): "host" if key in self._agent.cache.pool else "redis"
+            places = {
+                each.fingerprint.hex(): self._place(key) or (REDIS.name if is_there else None)
                 for (key, each), is_there in zip(keys.items(), in_redis, strict=True)
-                if is_there or key in self._agent.cache.pool
             }
+            there = {layout: place for layout, place in places.items() if place is not None}
             report["requests"][0]["lookup"]["first_miss"] |= {
                 "now": [there.pop(layout, None) for layout in lookup.layouts],
                 "other_layouts": [*there],
@@ -103,6 +104,14 @@ class Explanations:
             reply(_json(report))
 
         self.names(look_for, deadline_s)
+
+    def _place(self, key: bytes) -> str | None:
+        """The host pool, or a tier whose index has the chunk."""
+        cache = self._agent.cache
+        if key in cache.pool:
+            return HOST.name
+        tiers = zip(cache.kinds, cache.tiers, strict=True)
+        return next((kind.name for kind, tier in tiers if tier.lookup(key)), None)
 
     def _registered(self) -> list[PartNames]:
         return [form for each in self._agent.peers.registered for form in each.forms]
