@@ -31,7 +31,7 @@ _SERVICE_DIRECTORY = Path("/run/lmcache-redis")
 MIN_SLOT_BYTES = 4096
 # With a header of 512 bytes a value stays just under 1 MiB, a size class of Redis's allocator.
 DEFAULT_SLOT_BYTES = (1 << 20) - 4096
-# Why these values: docs/internals/data-plane.md.
+# Why these values: docs/internals/decisions.md.
 DEFAULT_GET_CONNECTIONS = 4
 DEFAULT_SET_CONNECTIONS = 4
 DEFAULT_NETWORK_THREADS = 1
@@ -278,7 +278,7 @@ class AgentConfig(TierSettings):
         "memory that engines may register", "auto", choices=("auto", "cpu", "cuda")
     )
     direct_copy_bytes: int = setting(
-        "pages of so many bytes and more are copied to and from a GPU without a kernel",
+        "size of pages from which on they are copied to and from a GPU without a kernel",
         64 << 10,
         (1, 1 << 50),
     )

@@ -50,7 +50,7 @@ class CudaError(DeviceError):
 
 
 class DriverError(CudaError):
-    """The driver refused the call, or there is none."""
+    """The CUDA driver refused the call, or is not installed."""
 
 
 class GpuLost(CudaError):

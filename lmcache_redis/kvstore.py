@@ -8,7 +8,7 @@
 
 What is stored is checked on the way back, so a get returns what was put or nothing. While the
 server cannot be reached, or refuses them, calls end: a put is False, a get is None, and `why_down`
-says why. `names` raises then, for a list that is not whole is none. Wrong arguments raise, as does
+says why. `names` raises then: it never returns a part of the list. Wrong arguments raise, as does
 everything after `close`.
 
 A process that is forked may use the stores that it inherits: each opens connections, threads and a
@@ -39,9 +39,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES, ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
-from lmcache_redis.compat.backends import ChunkBackend, in_memory, in_redis
-from lmcache_redis.compat.backends.buffers import Allocate, TensorAllocation
 from lmcache_redis.errors import FormatError
+from lmcache_redis.objects import ChunkBackend, in_memory, in_redis
+from lmcache_redis.objects.buffers import Allocate, TensorAllocation
+from lmcache_redis.processes import name_in_kernel
 from lmcache_redis.resp import RedisOptions
 
 if TYPE_CHECKING:
@@ -287,7 +288,9 @@ class AsyncKVStore:
         _stores.add(self)
 
     def _forked(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, "lmcr-kvstore")
+        self._threads = ThreadPoolExecutor(
+            _THREADS, "lmcr-kvstore", name_in_kernel, ("lmcr-kvstore",)
+        )
 
     put = _in_thread(KVStore.put)
     get = _in_thread(KVStore.get)

@@ -253,7 +253,7 @@ class Store(Message, frozen=True, tag="STORE"):
 class Compare(Store, frozen=True, tag="COMPARE"):
     """Compares blocks with what a lookup has pinned. All chunks are answered ``already_cached``.
 
-    client_named: the last so many of the hashes cover names that clients may have given (of media).
+    client_named: how many hashes, at the end, cover names that clients may have given (of media).
     If these differ, the layout stays trusted.
     """
 
@@ -261,7 +261,7 @@ class Compare(Store, frozen=True, tag="COMPARE"):
 
 
 class Retrieve(Message, frozen=True, tag="RETRIEVE"):
-    """Copies parts of chunks into blocks of ``group``, but for those of the first tokens."""
+    """Copies parts of chunks into blocks of ``group``, without those of the first tokens."""
 
     request_id: Name
     hashes: Hashes

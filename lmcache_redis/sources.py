@@ -113,7 +113,7 @@ def meant(word: str, words: Iterable[str]) -> str:
 
 
 def misspelt_variables(*configs: type[Any]) -> list[str]:
-    """A sentence for each variable in the environment that looks like a setting's, and is none."""
+    """Warnings about unknown variables LMCACHE_REDIS_* of the environment."""
     known = {each.variable for config in configs for each in settings_of(config).values()}
     words = {name.removeprefix(PREFIX): name for name in known}
     said = []

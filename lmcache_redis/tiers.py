@@ -146,7 +146,8 @@ class ChunkIO:
         """Raises ValueError unless there is one slot of the right size for every stripe."""
         frame = self.frame
         if len(self.slots) != frame.stripe_count:
-            raise ValueError(f"{len(self.slots)} slots for a chunk of {frame.stripe_count} stripes")
+            found, stripes = len(self.slots), frame.stripe_count
+            raise ValueError(f"a chunk of {stripes} stripes needs as many slots, not {found}")
         left = frame.chunk_bytes
         for index, slot in enumerate(self.slots):
             wanted = min(left, frame.stripe_payload_bytes)

@@ -81,7 +81,9 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], frames: Sequence[bytes]) -> _T
             "install the same lmcache-redis for vLLM and for the agent"
         )
     if len(frames[1]) > m.MAX_MESSAGE_BYTES:
-        raise WireError(f"a message of {len(frames[1])} bytes; at most {m.MAX_MESSAGE_BYTES}")
+        raise WireError(
+            f"a message has {len(frames[1])} bytes, at most {m.MAX_MESSAGE_BYTES} are taken"
+        )
     try:
         return decoder.decode(frames[1])
     except _NOT_DECODED as error:
@@ -276,7 +278,7 @@ class Wakeup:
 
 
 class AgentSocket:
-    """A DEALER with its monitor. Used by one thread, but for ``wake``.
+    """A DEALER with its monitor. One thread uses it; any may call ``wake``.
 
     sent_s: when it last sent, or tried to. heard_s: when it last received. Of `time.monotonic()`.
     """

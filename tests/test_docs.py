@@ -38,7 +38,7 @@ FOREIGN_OPTIONS = {
     *("--dtype", "--otlp-traces-endpoint"),
     *("--gpus", "--ipc", "--no-deps", "--pid", "--shm-size", "--user"),
     "--help",
-    *("--matrix", "--pythons"),  # of scripts/test
+    *("--long", "--matrix", "--pythons"),  # of scripts/test
 }
 # Commands whose options are ours, and where their parsers are.
 PARSERS = {
@@ -175,6 +175,13 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
             r'<(?:script|link|img)[^>]* (?:src|href)="(https?://[^"]+)"', page.read_text()
         )
         assert not loaded, f"{page.name} loads {loaded}"
+
+
+@pytest.mark.parametrize(("path", "words"), [("docs", 22_500), ("CHANGELOG.md", 1_500)])
+def test_the_documents_are_short(path: str, words: int) -> None:
+    """What is new is said in few words, and what it replaces goes."""
+    pages = [*(ROOT / path).rglob("*.md")] or [ROOT / path]
+    assert sum(len(page.read_text().split()) for page in pages) <= words
 
 
 def test_the_page_has_the_table_of_gains() -> None:

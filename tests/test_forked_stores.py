@@ -15,7 +15,7 @@ import torch
 
 from lmcache_redis import AsyncKVStore, KVStore
 from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.compat.backends import ChunkBackend, in_redis
+from lmcache_redis.objects import ChunkBackend, in_redis
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from tests.harness import WAIT_S
 from tests.servers import RedisServer

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.processes import (
+    NamedThread,
     end_process,
     ended_how,
     free_descriptors,
@@ -172,3 +173,31 @@ def test_open_files_are_limited_as_little_as_may_be(tmp_path: Path) -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("name", "in_kernel"),
+    [("lmcr-get-0", "lmcr-get-0"), ("lmcache-redis-prefault-of-all", "lmcr-prefault-o")],
+)
+def test_the_kernel_has_the_names_of_threads(name: str, in_kernel: str) -> None:
+    names: list[str] = []
+    thread = NamedThread(
+        name, lambda: names.append(Path("/proc/thread-self/comm").read_text().strip())
+    )
+    thread.start()
+    thread.join()
+    assert (thread.name, thread.daemon) == (name, True)
+    assert names == [in_kernel]
+
+
+def test_a_thread_runs_where_it_cannot_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, data: bytes) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    ran: list[bool] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", refuse)
+        thread = NamedThread("lmcr-test", lambda: ran.append(True))
+        thread.start()
+        thread.join()
+    assert ran == [True]

@@ -17,6 +17,7 @@ import torch
 from benchmarks.engine import Engine, Shape
 from demo.agent import AgentServer
 from lmcache_redis import __version__, native
+from tests import subjects
 
 PACKAGE = "lmcache_redis"
 ROOT = Path(__file__).parent.parent
@@ -71,6 +72,24 @@ def test_the_entry_points_lead_somewhere() -> None:
 def test_one_version() -> None:
     assert version("lmcache-redis") == __version__
     assert f"\n## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("subject", "is_good"),
+    [
+        ("resp: ask another node after CLUSTERDOWN", True),
+        ("docs, cli: name the units of sizes", True),
+        ("resp/net: end a call at its deadline", True),
+        ('Revert "A lost GPU is no refused call"', True),
+        ("resp: ask another node after CLUSTERDOWN.", False),
+        ("resp: Asks another node", False),
+        ("Docs: name the units", False),
+        ("A lost GPU is no refused call", False),
+        ("resp: " + "x" * 67, False),
+    ],
+)
+def test_subjects_of_commits(subject: str, is_good: bool) -> None:
+    assert (subjects.fault(subject) == "") is is_good
 
 
 def test_the_licence_is_apache() -> None:

@@ -118,7 +118,7 @@ def read_process(pid: int) -> Process | None:
 
 
 def shm_of(pid: int) -> tuple[int, int] | None:
-    """Size and free bytes of the /dev/shm that a process sees, perhaps not that of this one."""
+    """Size and free bytes of the /dev/shm that a process sees. This process may see another one."""
     found = _unless_hidden(shutil.disk_usage, f"/proc/{pid}/root/dev/shm")
     return None if found is None else (found.total, found.free)
 

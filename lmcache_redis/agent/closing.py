@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lmcache_redis.processes import NamedThread
+
 logger = logging.getLogger(__name__)
 
 _LIMIT_S = 10.0
@@ -41,11 +43,8 @@ class ClosingThreads:
         """
         each = _Close(what)
         self._closes.append(each)
-        name = "lmcache-redis-close"
         self._waiting.append(
-            threading.Thread(
-                target=self._run, args=(each, end_calls, close), name=name, daemon=True
-            )
+            NamedThread("lmcache-redis-close", self._run, (each, end_calls, close))
         )
         self._start_waiting()
 

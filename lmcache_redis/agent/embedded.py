@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.processes import end_process, ended_how
+from lmcache_redis.processes import NamedThread, end_process, ended_how
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +109,8 @@ def embedded_redis(memory_bytes: int) -> Iterator[str]:
         stopping = threading.Event()
         # One thread starts all of them: the kernel kills a server when the thread that started it
         # ends.
-        thread = threading.Thread(
-            target=_keep_running,
-            args=(command, directory, started, stopping),
-            name="lmcache-redis-embedded",
-            daemon=True,
+        thread = NamedThread(
+            "lmcache-redis-embedded", _keep_running, (command, directory, started, stopping)
         )
         thread.start()
         try:

@@ -212,7 +212,7 @@ class Explanations:
 
 
 def _description(names: PartNames) -> ObjectKey:
-    """The name of what describes their layout."""
+    """The key of their layout's description."""
     return ObjectKey(names.fingerprint, names.model_name, names.kv_rank)
 
 

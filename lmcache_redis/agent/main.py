@@ -26,7 +26,7 @@ from lmcache_redis.agent.service import Service
 from lmcache_redis.cache.pool import Arena
 from lmcache_redis.config import AgentConfig, endpoint_path, ensure_private, parse_address
 from lmcache_redis.errors import ConfigError, DeviceError, StartError
-from lmcache_redis.processes import raise_descriptor_limit
+from lmcache_redis.processes import NamedThread, raise_descriptor_limit
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.settings import format_size, option_name, settings_of
@@ -194,7 +194,7 @@ def _prefault(stack: contextlib.ExitStack, arena: Arena, is_busy: Callable[[], b
             return
         logger.debug("faulted in the host pool in %.2f s", time.monotonic() - started_s)
 
-    thread = threading.Thread(target=fault, name="lmcache-redis-prefault", daemon=True)
+    thread = NamedThread("lmcache-redis-prefault", fault)
     thread.start()
     stack.callback(thread.join)
     stack.callback(stop.set)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from lmcache_redis.agent.peers import Peer, Reply
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.plan import records
+from lmcache_redis.processes import NamedThread
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class TraceRecorder:
             raise ConfigError(
                 f"--record {path} cannot be written ({error.strerror}): name another file"
             ) from error
-        self._thread = threading.Thread(target=self._run, name="lmcache-redis-record", daemon=True)
+        self._thread = NamedThread("lmcache-redis-record", self._run)
         self._thread.start()
 
     def close(self) -> None:

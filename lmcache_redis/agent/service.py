@@ -428,20 +428,20 @@ class Handlers:
 
 def _check_hashes(hashes: Sequence[bytes]) -> None:
     if len(set(map(len, hashes))) > 1:
-        raise WireError("chunk hashes of different lengths in one message")
+        raise WireError("the chunk hashes of a message differ in length")
 
 
 def check_blocks(registration: Registration, question: m.Store | m.Retrieve) -> None:
     block_ids, chunks = question.block_ids, len(question.hashes)
     layouts = registration.device.layouts
     if question.group >= len(layouts):
-        raise WireError(f"group {question.group} of a worker with {len(layouts)} groups")
+        raise WireError(f"a message names group {question.group}, its worker has {len(layouts)}")
     layout = layouts[question.group]
     expected = chunks * layout.blocks_per_part(registration.chunk_tokens)
     if len(block_ids) != expected:
-        raise WireError(f"{len(block_ids)} block ids for {chunks} chunks: expected {expected}")
+        raise WireError(f"{chunks} chunks need {expected} block ids, not {len(block_ids)}")
     if layout.device != "cpu" and question.after is None:
-        raise WireError("a copy on a GPU without a ticket: its blocks may still be written")
+        raise WireError("a copy on a GPU needs a ticket: its blocks may still be written")
     num_blocks = layout.num_blocks
     if block_ids and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
         raise WireError(f"a block id is outside the {num_blocks} blocks of the KV cache")

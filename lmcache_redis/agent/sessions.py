@@ -62,7 +62,7 @@ class HitLoad:
     def ended(
         self, worker_id: int, tokens: int | None, now_s: float
     ) -> tuple[int, float | None] | None:
-        """A retrieve has ended with so many tokens, or None if any chunk was not copied.
+        """A retrieve has ended. tokens: that it copied; None if any chunk was not copied.
 
         Returns the tokens and seconds that the load has saved when it was the last one; None if it
         failed. The seconds are None if they are not known, and below 0 if computing was faster.

@@ -51,7 +51,7 @@ def saved(report: Mapping[str, Any]) -> str:
 def not_compared(every: int, counters: Mapping[str, float]) -> str:
     """Why no canary has compared anything although there were hits; empty if one has.
 
-    every: one hit in so many is to be a canary; 0: none.
+    every: of how many hits one is to be a canary; 0: of none.
     """
     hits, local = counters.get("loaded_hits", 0), counters.get("local_hits", 0)
     if not (every and hits) or counters["compared_chunks"]:

@@ -52,7 +52,7 @@ _LONGEST_WAIT_S = 60.0
 # How often the rate of loads is looked at, and what makes a difference.
 _SHORTEST_LOOK_S = 0.005
 _SLOWER = 0.8
-# A tier that takes so many times as long to answer as it does as a rule is silent, not slow.
+# A tier that takes this many times its usual time to answer is silent, not slow.
 _SILENT = 4.0
 _FAILS = "what a tier was asked for before has failed"
 
@@ -244,7 +244,7 @@ class PrefixLookup:
             elif too_many > 0:
                 parts.defer(too_many)
             elif lacking > 0 and not can_wait:
-                # At least so many: a chunk that is dropped gives back its own parts at most.
+                # Round up: dropping a chunk frees at most its own parts.
                 self._no_room(-(-lacking // units_per_chunk))
             elif unknown := [each for each in missing if not parts.is_found(each.part)]:
                 self._ask(unknown)
@@ -386,7 +386,7 @@ class PrefixLookup:
     # --------------------------------------------------------------- answer
 
     def _shrink(self, bound: int, counter: str) -> None:
-        """The prefix ends before chunk number ``bound``. counter: of what is the reason."""
+        """The prefix ends before chunk ``bound``. counter: of the misses that this causes."""
         if bound < self.bound:
             self.bound, self.end.counter = bound, counter
         if self._state is _Stage.LOADING:
@@ -409,7 +409,7 @@ class PrefixLookup:
         self._check()
 
     def _wake_in(self, wait_s: float, action: Action) -> None:
-        """Instead of what it was to be woken for."""
+        """Replaces the pending wake-up."""
         if self._wake is not None:
             self._wake.cancel()
         due_s = time.monotonic() + min(wait_s, _LONGEST_WAIT_S)

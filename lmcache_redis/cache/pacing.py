@@ -131,7 +131,7 @@ class TransferRate:
         return self._bytes / self._busy_s if self._busy_s else 0.0
 
     def seconds(self, nbytes: int, now_s: float) -> float:
-        """The expected time to load so many bytes, of which some may be in flight.
+        """The expected time to load `nbytes`. Some of them may be in flight.
 
         If nothing has arrived for longer than all in flight should take: at least as long again.
         """
@@ -152,7 +152,7 @@ class TransferRate:
         return now_s - self._since_s if self.in_flight_bytes else 0.0
 
     def may_probe(self, now_s: float) -> bool:
-        """Whether a load that no lookup waits for would show what is not known, or not any more."""
+        """Whether to probe: the rate is unknown or stale, and no lookup waits."""
         is_old = not self._busy_s or now_s >= self._since_s + _OLD_S
         return is_old and not self.in_flight_bytes
 
@@ -191,7 +191,7 @@ class Computing:
         self._free_s = max(self._free_s, now_s) + tokens * self.token_s
 
     def ended(self, request: Hashable) -> None:
-        """A request has ended, perhaps without having begun."""
+        """A request has ended. It may not have begun."""
         self._free_s -= self._answered.pop(request, 0) * self.token_s
 
     def free_in_s(self, now_s: float) -> float:
@@ -294,7 +294,7 @@ class PrefixNeeds:
         self._chunk_tokens = chunk_tokens
 
     def first(self, row: int, length: int) -> int:
-        """A prefix of so many chunks needs the row's parts from here on. Rises with the length."""
+        """The first chunk of the row that a prefix of this length needs. Rises with the length."""
         reach, before = self._reaches[row], self._first_chunk
         if reach.kind == "all":
             return 0

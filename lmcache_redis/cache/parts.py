@@ -15,7 +15,7 @@ from lmcache_redis.chunks.names import ChunkForm, PartNames
 
 # Loads begin in batches: the first are in flight while slots are reserved for the next.
 _BATCH_STRIPES = 32
-# After the loads of so many parts others of the owner's actions have a turn.
+# The parts whose loads are begun before other actions of the owner have a turn.
 _SOME_PARTS = 512
 
 
@@ -385,7 +385,7 @@ class LookupParts:
         self._cache.probe(self._request.forms[row], self._request.hashes[chunk], level)
 
     def begin_some(self) -> None:
-        """Begins to load some of what is to be loaded."""
+        """Begins the next batch of loads."""
         some, self.to_load = self.to_load[:_SOME_PARTS], self.to_load[_SOME_PARTS:]
         batch: list[Load] = []
         for state in some:

@@ -28,7 +28,7 @@ IN_FLIGHT_BYTES = 32 << 20
 _IN_FLIGHT_S = 0.25
 # With fewer bytes in flight a write takes as long as its round trip: it tells no rate.
 LEAST_MEASURED_BYTES = 1 << 20
-# What begins has ended after so many times the time that it should take.
+# A batch counts as lost after this many times the time that it should take.
 _CLAIM_MARGIN = 4
 _LEAST_CLAIM_S = 2.0
 # Also if nothing is known of the tier, or all begins at once. Others wait for longer.

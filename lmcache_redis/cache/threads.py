@@ -22,6 +22,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
+from lmcache_redis.processes import NamedThread
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -150,8 +152,7 @@ class WorkerThreads:
         self._queue: deque[_Task] = deque()
         self._stopped = False
         self._threads = [
-            threading.Thread(target=self._serve, name=f"lmcache-redis-{name}-{n}", daemon=True)
-            for n in range(threads)
+            NamedThread(f"lmcache-redis-{name}-{n}", self._serve) for n in range(threads)
         ]
 
     def __len__(self) -> int:
@@ -247,7 +248,7 @@ class HangDetector:
         self._closed = False
         self.reason = ""
         self.since_s = time.monotonic()  # when the present state began
-        threading.Thread(target=self._watch, name="lmcache-redis-watch", daemon=True).start()
+        NamedThread("lmcache-redis-watch", self._watch).start()
 
     def run(self, call: Callable[[], T], what: str, limit_s: float) -> T | None:
         """Make a call on this thread. None: not made, because another hangs or after `close`."""

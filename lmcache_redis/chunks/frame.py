@@ -266,7 +266,7 @@ def add_checksums(header: bytearray, checksum: int) -> None:
 
 
 def is_expected(header: bytes, bare: bytes | bytearray) -> bool:
-    """Whether a header is undamaged, and is `bare` but for what readers do not know."""
+    """Whether a header is undamaged, and equals `bare` in the fields that readers can know."""
     if _own_checksum(header) != int.from_bytes(header[_OWN_CHECKSUM], "little"):
         return False
     masked = bytearray(header)
@@ -310,7 +310,7 @@ def _filled(payload_bytes: int) -> int:
 
 
 def allocated_bytes(size_bytes: int) -> int:
-    """What jemalloc, the allocator of Redis and Valkey, takes for so many bytes.
+    """What jemalloc, the allocator of Redis and Valkey, takes for a string of this size.
 
     https://jemalloc.net/jemalloc.3.html#size_classes
     """
@@ -351,7 +351,7 @@ def _place(
     index: int, count: int, flags: int, stripe_payload_bytes: int, chunk_bytes: int
 ) -> bytes:
     if not 0 <= index < count:
-        raise FormatError(f"stripe {index} of a chunk of {count}")
+        raise FormatError(f"a chunk of {count} stripes has no stripe {index}")
     offset = index * stripe_payload_bytes
     payload_bytes = min(stripe_payload_bytes, chunk_bytes - offset)
     return _PLACE.pack(index, count, flags, payload_bytes, offset, chunk_bytes)
@@ -360,7 +360,7 @@ def _place(
 def _pieces(chunk_bytes: int, stripe_bytes: int) -> int:
     for what, size in (("a chunk", chunk_bytes), ("a stripe", stripe_bytes)):
         if not 0 < size <= MAX_SIZE:
-            raise FormatError(f"{what} of {size} bytes")
+            raise FormatError(f"{what} has 1 to {MAX_SIZE} bytes, not {size}")
     return -(-chunk_bytes // stripe_bytes)
 
 

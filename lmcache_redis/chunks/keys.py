@@ -123,7 +123,7 @@ def hash_chunks(
     FormatError unless 0 <= token id < 2**32 and 0 < chunk_size_tokens < 2**32.
     """
     if type(chunk_size_tokens) is not int or not 0 < chunk_size_tokens < 1 << 32:
-        raise FormatError(f"a chunk of {chunk_size_tokens!r} tokens; 1 to 2**32 - 1 can be hashed")
+        raise FormatError(f"a chunk has 1 to 2**32 - 1 tokens, not {chunk_size_tokens!r}")
     array_of_tokens = token_array(token_ids)
     if sys.byteorder == "big":
         array_of_tokens.byteswap()

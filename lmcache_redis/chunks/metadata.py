@@ -147,15 +147,19 @@ class MetadataFields(NamedTuple):
         sizes = tuple(checked_shape(shape, MAX_SIZE) for shape in shapes)
         dims = max(map(len, sizes), default=0)
         if dims > MAX_DIMS:
-            raise FormatError(f"a shape of {dims} dimensions, at most {MAX_DIMS} can be encoded")
+            raise FormatError(f"a shape has {dims} dimensions, at most {MAX_DIMS} can be encoded")
         names = tuple(None if each is None else dtype_name(each) for each in dtypes)
         if len(sizes) != len(names):
             raise FormatError(f"{len(sizes)} shapes but {len(names)} dtypes: give one per group")
         if len(sizes) > MAX_GROUPS:
-            raise FormatError(f"{len(sizes)} groups, at most {MAX_GROUPS} can be encoded")
+            raise FormatError(
+                f"metadata has {len(sizes)} groups, at most {MAX_GROUPS} can be encoded"
+            )
         fields = cls(length, sizes, names, fmt)
         if len(encoded := fields.encoded()) > MAX_METADATA_BYTES:
-            raise FormatError(f"metadata of {len(encoded)} bytes, at most {MAX_METADATA_BYTES} fit")
+            raise FormatError(
+                f"metadata has {len(encoded)} bytes, at most {MAX_METADATA_BYTES} fit"
+            )
         return fields
 
     def encoded(self) -> bytes:
@@ -186,12 +190,16 @@ class MetadataFields(NamedTuple):
                 code, dims = _GROUP.unpack_from(raw, end)
                 encoding = _SIZES.get(max(dims, _LEAST_SIZES))
                 if encoding is None:
-                    raise FormatError(f"a group of {dims} dimensions, at most {MAX_DIMS}")
+                    raise FormatError(
+                        f"a group has {dims} dimensions, at most {MAX_DIMS} are allowed"
+                    )
                 sizes = encoding.unpack_from(raw, end + _GROUP.size)
             except struct.error:
-                raise FormatError(f"metadata of {group_count} groups in {len(raw)} bytes") from None
+                raise FormatError(
+                    f"metadata ends before its {group_count} groups: it has {len(raw)} bytes"
+                ) from None
             if any(sizes[dims:]):
-                raise FormatError(f"a group of {dims} dimensions has the sizes {list(sizes)}")
+                raise FormatError(f"a group of {dims} dimensions has more sizes: {list(sizes)}")
             end += _GROUP.size + encoding.size
             names.append(None if code == NO_DTYPE else dtype_from_code(code))
             shapes.append(sizes[:dims])

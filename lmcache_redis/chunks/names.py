@@ -140,7 +140,7 @@ class Reach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         check_int("the tokens of a reach", self.tokens, 0, MAX_REACH_TOKENS)
         if (self.tokens == 0) != (self.kind in ("all", "state")):
-            raise FormatError(f"a reach of kind {self.kind!r} with {self.tokens} tokens")
+            raise FormatError(f"a reach of kind {self.kind!r} cannot have {self.tokens} tokens")
 
     def first_token(self, end: int) -> int:
         """The first token that is read after a prefix of ``end`` tokens; ``end`` if none is."""

@@ -203,7 +203,7 @@ def _tier_sizes(
 
 
 def _power_of_two(nbytes: int) -> int:
-    """At least so many."""
+    """The next one that is not smaller, and not below the least size."""
     return 1 << max(_LEAST_SIZE_BYTES - 1, nbytes - 1).bit_length()
 
 

@@ -6,8 +6,8 @@ moves into the environment, which only this user can read.
 The agent copies pages of about a megabyte that are not read again soon. By default glibc bypasses
 the caches only for copies larger than three quarters of the last-level cache; for smaller copies
 the CPU reads each line of the target before it overwrites it. With the threshold at 256 KiB two
-threads copy 256 MiB in 14 ms instead of 25 (docs/reference/results.md). glibc reads the threshold
-when a process starts:
+threads copy 256 MiB in 14.4 ms instead of 24.9 (an Intel Xeon at 2.3 GHz, Emerald Rapids). glibc
+reads the threshold when a process starts:
 https://sourceware.org/glibc/manual/latest/html_node/Hardware-Capability-Tunables.html
 """
 

@@ -79,7 +79,7 @@ def top(
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yields a function that waits for a key or so many seconds, and returns whether q was pressed.
+    """Yields a function that waits some seconds, or for a key, and returns whether q was pressed.
 
     Ctrl-C counts as q.
     """

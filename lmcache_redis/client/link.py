@@ -36,6 +36,7 @@ from lmcache_redis import messages as m
 from lmcache_redis import transport
 from lmcache_redis.client.news import AgentNews, ErrorRow, Patience
 from lmcache_redis.errors import WireError
+from lmcache_redis.processes import NamedThread
 
 logger = logging.getLogger("vllm.lmcache_redis")
 
@@ -170,7 +171,7 @@ class AgentLink:
         self._stop = False
         self._calls = AgentCalls()
         self._socket = transport.AgentSocket(endpoint)
-        self._thread = threading.Thread(target=self._run, name="lmcache-redis-link", daemon=True)
+        self._thread = NamedThread("lmcache-redis-link", self._run)
         self._thread.start()
 
     @property
@@ -308,7 +309,7 @@ class AgentLink:
             try:
                 is_sent = self.online and self._socket.send(frames)
             except Exception:
-                self._calls.sent(calls)  # perhaps; they are lost with the others
+                self._calls.sent(calls)  # they may be; then they are lost with the others
                 raise
             if is_sent:
                 self._calls.sent(calls)

@@ -94,7 +94,7 @@ class ExportedMemory:
 
 @dataclass(eq=False)
 class SentRegistration:
-    """A registration of a worker's memory with the agent of a WELCOME, in chunks of so many tokens.
+    """A registration of a worker's memory with the agent of a WELCOME.
 
     number: a later registration of this process has a higher one.
     is_mapped: the agent has mapped the memory. refusal: why the memory cannot be used.

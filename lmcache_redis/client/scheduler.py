@@ -272,7 +272,7 @@ class Canaries:
         self._left_tokens = float(FIRST_CANARY_TOKENS)
 
     def computed(self, prompt_tokens: int) -> None:
-        """The engine has computed so many tokens of prompts, those of canaries included."""
+        """The engine has computed these tokens of prompts, those of canaries included."""
         self._left_tokens += CANARY_SHARE * prompt_tokens
 
     def takes(self, hit_tokens: int, every: int) -> bool:

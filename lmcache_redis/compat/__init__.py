@@ -10,6 +10,6 @@
     lmcache.storage_backend                      compat.storage_backend
     lmcache.config                               compat.config
 
-Each module is a thin facade over the package. docs/reference/lmcache-names.md lists every name, and
-every difference with its reason.
+Each module is a thin facade over the package. docs/reference/lmcache-names.md lists every
+difference.
 """

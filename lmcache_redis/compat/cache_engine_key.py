@@ -89,7 +89,9 @@ class _KeyParts:
             raise FormatError(f"a key has no text for the dtype {self.dtype!r:.80}")
         has_layer = self.layer_id is not None
         if _groups(self._text) != self._texts or has_layer != isinstance(self, LayerCacheEngineKey):
-            raise FormatError(f"fields that cannot be read back from the text {self._text!r:.200}")
+            raise FormatError(
+                f"the text {self._text!r:.200} does not give back the fields of its key"
+            )
 
     @cached_property
     def _texts(self) -> dict[str, str | None]:
@@ -160,7 +162,9 @@ class CacheEngineKey(_KeyParts):
         """
         key = parse_cache_key(s)
         if type(key) is not cls:
-            raise FormatError(f"a {type(key).__name__}, not a {cls.__name__}: {s!r:.200}")
+            raise FormatError(
+                f"the text of a {type(key).__name__} names no {cls.__name__}: {s!r:.200}"
+            )
         return key
 
     def split_layers(self, num_layers: int) -> list[LayerCacheEngineKey]:
@@ -305,7 +309,7 @@ def _packed(chunk_hash: object) -> tuple[str, bytes]:
         try:
             return "text", chunk_hash.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise FormatError(f"a chunk_hash that UTF-8 cannot encode: {error}") from None
+            raise FormatError(f"UTF-8 cannot encode a chunk_hash: {error}") from None
     if type(chunk_hash) is int:
         return "int", b"%d" % chunk_hash
     raise FormatError(f"chunk_hash is a str, an int or bytes, not {type(chunk_hash).__name__}")

@@ -177,9 +177,9 @@ def _check(handle: TensorHandle) -> None:
     try:
         item_bytes = itemsize(handle.dtype)
     except FormatError as error:
-        raise DeviceError(f"a CUDA IPC handle: {error}") from error
+        raise DeviceError(f"a CUDA IPC handle has no usable dtype: {error}") from error
     if any(size < 0 for size in handle.shape):
-        raise DeviceError(f"a CUDA IPC handle of shape {list(handle.shape)}")
+        raise DeviceError(f"a CUDA IPC handle has a size below 0: {list(handle.shape)}")
     if math.prod(handle.shape) * item_bytes > handle.memory.size_bytes:
         raise DeviceError(
             f"a CUDA tensor of shape {list(handle.shape)} ({handle.dtype}) in "
@@ -271,7 +271,7 @@ class IPCCacheEngineKey:
         try:
             return msgspec.msgpack.encode(obj)
         except (TypeError, UnicodeEncodeError, OverflowError) as error:
-            raise FormatError(f"a key that cannot be encoded: {error}") from None
+            raise FormatError(f"a key cannot be encoded: {error}") from None
 
     @staticmethod
     def Deserialize(data: bytes) -> IPCCacheEngineKey:

@@ -119,7 +119,7 @@ def _numbers(payload: PayloadFields) -> tuple[int, int, int, int, tuple[int, ...
     check_int("a length", length, 0, MAX_WIRE_LENGTH)
     sizes = checked_shape(shape, MAX_WIRE_LENGTH)
     if len(sizes) > _WIRE_DIMS:
-        raise FormatError(f"a shape of {len(sizes)} dimensions; a message has {_WIRE_DIMS}")
+        raise FormatError(f"a shape has {len(sizes)} dimensions, a message {_WIRE_DIMS}")
     sizes += (0,) * (_WIRE_DIMS - len(sizes))
     return length, fmt.value, _CODE_OF_NAME[name], LOCATION_TO_INT[location], sizes
 
@@ -137,7 +137,7 @@ def _payload(
 def _key_bytes(text: str) -> bytes:
     data = text.encode("utf-8")
     if len(data) > MAX_KEY_LENGTH:
-        raise FormatError(f"a key of {len(data)} bytes; a message holds {MAX_KEY_LENGTH}")
+        raise FormatError(f"a key has {len(data)} bytes, a message holds {MAX_KEY_LENGTH}")
     if data.endswith(b" "):
-        raise FormatError("a key that ends in a space, which would be lost in the padding")
+        raise FormatError("a key ends in a space, which would be lost in the padding")
     return data.ljust(MAX_KEY_LENGTH)

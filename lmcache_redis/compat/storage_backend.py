@@ -2,7 +2,7 @@
 
 The classes have LMCache's names, constructors and parameters. They take LMCache's configuration
 objects and keys, any objects with the same attributes, and ObjectKeys too. The promises of
-`compat.backends` hold: a limit in bytes, LRU eviction, checksums, deadlines. A server or a disk
+`objects` hold: a limit in bytes, LRU eviction, checksums, deadlines. A server or a disk
 that fails raises nothing: a get is a miss, and a put stores nothing and says so.
 
 A setting is an attribute of any object. The file of seal keys, for which LMCache has no setting, is
@@ -21,9 +21,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from lmcache_redis.compat.backends import ChunkBackend
-from lmcache_redis.compat.backends.storage import ChunkStorage, in_memory, in_redis, on_disk
-from lmcache_redis.compat.cache_engine_key import AnyKey, CacheEngineKey, engine_key_of
+from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.compat.cache_engine_key import (
+    AnyKey,
+    CacheEngineKey,
+    engine_key_of,
+    object_key_of,
+)
 from lmcache_redis.compat.config import (
     LMCacheEngineConfig,
     LMCacheEngineMetadata,
@@ -31,6 +35,8 @@ from lmcache_redis.compat.config import (
 )
 from lmcache_redis.config import SEAL_KEY_FILE_VARIABLE
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.objects import ChunkBackend
+from lmcache_redis.objects.storage import ChunkStorage, in_memory, in_redis, on_disk
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.seal import read_seal_keys
 
@@ -177,6 +183,9 @@ class _Backend(ChunkBackend, LMCBackendInterface):
     ) -> None:
         _check_device(dst_device)
         super().__init__([of(config, metadata) for of in self._storages], dst_device)
+
+    def _object_key(self, key: AnyKey) -> ObjectKey:
+        return object_key_of(key)
 
     def put_blocking(self, key: AnyKey, kv_chunk: torch.Tensor) -> None:
         """`put` that blocks."""

@@ -105,7 +105,7 @@ def find_segments(
     than 65,536 segments are needed. The message names the tensor and its shape.
     """
     if num_blocks <= 0:
-        raise DeviceError(f"a KV cache of {num_blocks} blocks")
+        raise DeviceError(f"a KV cache has at least one block, not {num_blocks}")
     hints = block_strides or {}
     tensors = [_blocks(view, num_blocks, hints.get(view.name)) for view in views]
     pieces = [math.prod(each.outer_sizes) for each in tensors]
@@ -150,7 +150,7 @@ def _pages(
 
 
 def _counted(each: Pages, segments: int) -> Pages:
-    """The same in so many segments, those of one tensor or of several."""
+    """The same in this number of segments, those of one tensor or of several."""
     tensors, rest = divmod(segments, math.prod(each.segments))
     counted = (segments,) if rest else (tensors, *each.segments[1:])
     return msgspec.structs.replace(each, segments=counted)

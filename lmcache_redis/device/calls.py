@@ -89,7 +89,7 @@ class DeviceContext(ABC):
 
     Attributes:
         layouts: of each group.
-        call_bytes: a call should move at least so many, in whole chunks; 0: one chunk.
+        call_bytes: what a call should move at least, in whole chunks; 0: one chunk.
         on_host_cores: whether the engine computes on the cores that the agent uses for copies and
             transfers.
     """
@@ -204,10 +204,10 @@ class CopyPlanner:
         chunk_bytes = len(ids) * self._block_bytes
         if chunk_bytes > _MAX_BYTES or not 0 < stripe_payload_bytes <= _MAX_BYTES:
             raise DeviceError(
-                f"a chunk of {chunk_bytes} bytes in stripes of {stripe_payload_bytes} bytes"
+                f"a chunk of {chunk_bytes} bytes cannot have stripes of {stripe_payload_bytes}"
             )
         if not 0 <= skip_blocks <= len(ids):
-            raise DeviceError(f"{skip_blocks} of {len(ids)} blocks to skip")
+            raise DeviceError(f"a chunk of {len(ids)} blocks cannot skip {skip_blocks}")
         follows = (ids[1:] == ids[:-1] + 1).tobytes()
         copies, block, stride = self._shape(len(ids), follows, stripe_payload_bytes, skip_blocks)
         storage, offset, slot, slot_offset, nbytes = copies
@@ -279,13 +279,15 @@ def checked_ids(block_ids: Sequence[int], num_blocks: int) -> _Int64s:
 def check_slots(slots: Sequence[memoryview], chunk_bytes: int, stripe_payload_bytes: int) -> None:
     """Raise DeviceError unless there is one slot per stripe, each with room for its stripe."""
     if stripe_payload_bytes <= 0:
-        raise DeviceError(f"stripes of {stripe_payload_bytes} bytes")
+        raise DeviceError(f"stripes cannot have {stripe_payload_bytes} bytes")
     stripes = -(-chunk_bytes // stripe_payload_bytes)
     if len(slots) != stripes:
-        raise DeviceError(f"{len(slots)} slots for a chunk of {stripes} stripes")
+        raise DeviceError(f"a chunk of {stripes} stripes needs as many slots, not {len(slots)}")
     left = chunk_bytes
     for index, slot in enumerate(slots):
         payload_bytes = min(stripe_payload_bytes, left)
         if slot.nbytes < payload_bytes:
-            raise DeviceError(f"slot {index} has {slot.nbytes} bytes, its stripe {payload_bytes}")
+            raise DeviceError(
+                f"slot {index} has {slot.nbytes} bytes, too few for a stripe of {payload_bytes}"
+            )
         left -= payload_bytes

@@ -52,7 +52,7 @@ def export_kv_caches(
     gpus = {export.gpu_of(tensor) for tensor in tensors.values()}
     if len(gpus) > 1:
         on = sorted({str(tensor.device) for tensor in tensors.values()})
-        raise DeviceError(f"a KV cache on {' and '.join(on)}: only one device is supported")
+        raise DeviceError(f"a KV cache is on {' and '.join(on)}: only one device is supported")
     gpu = gpus.pop()
     named = {view.name: view for view in views}
     pages = tuple(

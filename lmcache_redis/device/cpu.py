@@ -222,7 +222,7 @@ class CpuDevice(DeviceContext):
         No array may outlive the context: it blocks the unmapping.
         """
         if call.after is not None:
-            raise DeviceError("a signal of a GPU for a KV cache in CPU memory")
+            raise DeviceError("a KV cache in CPU memory takes no signal of a GPU")
         planner, stripe_bytes = self._planners[call.group], call.stripe_payload_bytes
         with self._mapped(call):
             plans = [

@@ -9,7 +9,7 @@ about 1.4 for numbers that have nothing to do with each other. The median ignore
 change much: a few tokens whose router took another expert, and the few channels whose values are a
 hundred times as large as the others and would hide all of them. Where half of the numbers are zero,
 means take the place of medians. The distance of two parts is that of their farthest pages.
-docs/guides/canary.md has what was measured, and why parts that are `far_apart` are of other KV.
+tests/integrations/distances.py has what was measured: parts that are `far_apart` are of other KV.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import numpy.typing as npt
 from lmcache_redis.chunks.metadata import itemsize
 from lmcache_redis.device.layout import KVLayout
 
-# Between what rounding does and what other KV is, see docs/guides/canary.md. States sum over all
-# tokens before them, and amplify rounding.
+# Between what rounding does and what other KV is, see tests/integrations/distances.py. States sum
+# over all tokens before them, and amplify rounding.
 FAR = 0.15
 FAR_STATES = 0.4
 # Of each page, evenly spread: more do not change a median much.

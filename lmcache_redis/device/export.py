@@ -37,7 +37,7 @@ def gpu_of(tensor: torch.Tensor) -> int | None:
     Raises DeviceError for any other device.
     """
     if tensor.device.type not in ("cpu", "cuda"):
-        raise DeviceError(f"a KV cache on {tensor.device}: only one of cpu and cuda is supported")
+        raise DeviceError(f"a KV cache is on {tensor.device}: only cpu and cuda are supported")
     return tensor.device.index if tensor.device.type == "cuda" else None
 
 

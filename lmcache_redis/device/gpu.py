@@ -65,7 +65,7 @@ def merged(copies: BusCopies, pieces: _Int64s) -> BusCopies:
 class Gpus:
     """The GPUs that this process sees. Thread-safe.
 
-    direct_copy_bytes: pages of so many bytes and more are copied without a kernel. pieces_of: which
+    direct_copy_bytes: pages of this size and more are copied without a kernel. pieces_of: which
     host memory is pinned. batch_copies: where driver and GPU can.
     """
 
@@ -293,7 +293,7 @@ class Buffer:
         self._size_bytes = 0
 
     def grown(self, size_bytes: int) -> int:
-        """Its address, with room for so many bytes. Contents are lost if it grows."""
+        """Its address, with room for `size_bytes`. Contents are lost if it grows."""
         if size_bytes > self._size_bytes:
             self.close()
             self._address = self._allocate(size_bytes)

@@ -143,13 +143,13 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise DeviceError(f"unknown device {self.device!r} in a layout")
         if self.num_blocks <= 0 or not 0 < self.block_size_tokens < 2**31:
             raise DeviceError(
-                f"a layout of {self.num_blocks} blocks of {self.block_size_tokens} tokens"
+                f"a layout cannot have {self.num_blocks} blocks of {self.block_size_tokens} tokens"
             )
         if len({name for name, _ in self.identity}) != len(self.identity):
             raise DeviceError("a layout names a part of its identity twice")
         if not 0 < len(self.segments) <= MAX_SEGMENTS:
             raise DeviceError(
-                f"a layout of {len(self.segments)} segments; it may have 1 to {MAX_SEGMENTS}"
+                f"a layout has {len(self.segments)} segments, 1 to {MAX_SEGMENTS} are allowed"
             )
         for index, segment in enumerate(self.segments):
             reason = _fault(segment, self.num_blocks, storage_sizes)
@@ -163,7 +163,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             try:
                 page_bytes = math.prod(each.shape) * itemsize(each.dtype)
             except FormatError as error:
-                raise DeviceError(f"a layout whose pages hold no elements: {error}") from error
+                raise DeviceError(f"the layout's pages hold no elements: {error}") from error
             count, left = math.prod(each.segments), len(self.segments) - len(described)
             if not 0 < count <= left:
                 raise DeviceError(f"the layout's pages fill {count} segments where {left} are left")
@@ -180,7 +180,7 @@ def fingerprint_of(canonical: bytes) -> bytes:
 def named_pairs(canonical: bytes) -> dict[str, str]:
     """What decides the bytes of parts, as names and values for people.
 
-    canonical: perhaps of somebody else's. Raises FormatError if it is not `KVLayout.canonical`, or
+    canonical: of any layout. Raises FormatError if it is not `KVLayout.canonical`, or
     holds what a terminal would not print.
     """
     try:

@@ -138,13 +138,16 @@ def check_handle(handle: CudaHandle) -> None:
     """Raise DeviceError unless the handle is well formed and its range lies in its allocation."""
     if isinstance(handle, CudaIPCHandle):
         if len(handle.memory_handle) != driver.IPC_HANDLE_BYTES:
-            raise DeviceError(f"a CUDA IPC handle of {len(handle.memory_handle)} bytes")
+            found = len(handle.memory_handle)
+            raise DeviceError(f"a CUDA IPC handle has {driver.IPC_HANDLE_BYTES} bytes, not {found}")
         whole_bytes = handle.allocation_bytes
     else:
         if not 0 < len(handle.fds) <= _MOST_PIECES or not all(0 <= fd < 2**31 for fd in handle.fds):
-            raise DeviceError(f"GPU memory of {len(handle.fds)} descriptors")
+            raise DeviceError(
+                f"GPU memory has 1 to {_MOST_PIECES} valid descriptors, not {len(handle.fds)}"
+            )
         if not 0 < handle.piece_bytes <= _MOST_BYTES:
-            raise DeviceError(f"GPU memory in pieces of {handle.piece_bytes} bytes")
+            raise DeviceError(f"GPU memory cannot have pieces of {handle.piece_bytes} bytes")
         whole_bytes = handle.piece_bytes * len(handle.fds)
     offset, size = handle.offset_bytes, handle.size_bytes
     if not 0 < whole_bytes <= _MOST_BYTES or size <= 0 or not 0 <= offset <= whole_bytes - size:

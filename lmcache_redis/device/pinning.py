@@ -24,6 +24,7 @@ from lmcache_redis.device import driver
 from lmcache_redis.device.gpu import UNPINNED
 from lmcache_redis.errors import DeviceError, DriverError, GpuLost
 from lmcache_redis.native.madvise import fault_in
+from lmcache_redis.processes import NamedThread
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +74,7 @@ class PoolPinning:
         """
         with self._lock:
             if self._thread is None and not self._stop.is_set():
-                self._thread = threading.Thread(
-                    target=self._run, args=(use_context,), name="lmcache-redis-pin", daemon=True
-                )
+                self._thread = NamedThread("lmcache-redis-pin", self._run, (use_context,))
                 self._thread.start()
 
     def close(self, *, unpin: bool = True) -> None:

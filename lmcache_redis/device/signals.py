@@ -93,7 +93,7 @@ class SignalPage:
 
     def __init__(self, handle: SharedMemoryHandle) -> None:
         if handle.size_bytes != _PAGE_BYTES:
-            raise DeviceError(f"a page of signals of {handle.size_bytes} bytes")
+            raise DeviceError(f"a page of signals has {handle.size_bytes} bytes, not {_PAGE_BYTES}")
         self._mapping = SharedMapping(handle)
         self._slots: np.ndarray | None = np.frombuffer(self._mapping.memory, dtype=np.uint64)
 

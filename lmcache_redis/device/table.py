@@ -90,7 +90,9 @@ class SegmentTable:
         """
         chunk_bytes = n_blocks * self.block_bytes
         if not 0 < chunk_bytes <= _MAX_BYTES:
-            raise DeviceError(f"a chunk of {n_blocks} blocks, {chunk_bytes} bytes")
+            raise DeviceError(
+                f"a chunk has 1 to {_MAX_BYTES} bytes, not {chunk_bytes} ({n_blocks} blocks)"
+            )
         staged = self._before * n_blocks
         width = _widths(self._address, self._block_stride, self._page_bytes, staged)
         tile_bytes = self.units_per_tile * width
@@ -105,7 +107,7 @@ class SegmentTable:
         tiles = groups * parts
         total = int(tiles.sum())
         if total > _MAX_TILES:
-            raise DeviceError(f"a chunk of {total} tiles")
+            raise DeviceError(f"a chunk has {total} tiles, at most {_MAX_TILES} fit one launch")
 
         segment = np.arange(len(tiles)).repeat(tiles)
         number = np.arange(total) - (np.cumsum(tiles) - tiles).repeat(tiles)
@@ -140,15 +142,17 @@ def pack_ids(
     here.
     """
     if not 0 < len(chunks) <= _MAX_CHUNKS:
-        raise DeviceError(f"{len(chunks)} chunks for one launch")
+        raise DeviceError(f"one launch takes 1 to {_MAX_CHUNKS} chunks, not {len(chunks)}")
     lengths = {len(ids) for ids in chunks}
     if len(lengths) != 1 or 0 in lengths:
-        raise DeviceError(f"chunks of {sorted(lengths)} blocks for one launch")
+        raise DeviceError(
+            f"the chunks of one launch have as many blocks each, not {sorted(lengths)}"
+        )
     joined = list(itertools.chain.from_iterable(chunks))
     packed = checked_ids(joined, num_blocks).reshape(len(chunks), -1)
     for row, skip in zip(packed, skip_blocks or [0] * len(chunks), strict=True):
         if not 0 <= skip <= len(row):
-            raise DeviceError(f"{skip} of {len(row)} blocks to skip")
+            raise DeviceError(f"a chunk of {len(row)} blocks cannot skip {skip}")
         row[:skip] = SKIPPED
     return packed
 

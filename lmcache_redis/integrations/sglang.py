@@ -172,7 +172,7 @@ class RedisHiCache(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        # Groups of blocks never gate the hit, and a pool without a verdict is none.
+        # Groups of blocks never gate the hit, and a pool without an answer counts as a miss.
         transfers = [
             each for each in pool_transfers or [] if each.hit_policy != PoolHitPolicy.BLOCK_GROUPS
         ]

@@ -252,7 +252,7 @@ class Metrics:
         self._by_name[name].inc(max(0.0, total - self._value(name)))
 
     def snapshot(self) -> dict[str, float]:
-        """Every counter, in the order of COUNTERS: whole numbers, but for seconds."""
+        """Every counter, in the order of COUNTERS. Seconds are floats, all others whole numbers."""
         return {
             name: self._value(name) if name.endswith("_seconds") else int(self._value(name))
             for name in COUNTERS

@@ -34,6 +34,7 @@ from prometheus_client.registry import Collector
 
 from lmcache_redis.errors import StartError
 from lmcache_redis.metrics import PREFIX
+from lmcache_redis.processes import NamedThread
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ def serve_metrics(
         advice = _ADVICE.get(error.errno or 0, "choose another address")
         raise StartError(f"--metrics: {host} port {port}: {error.strerror}: {advice}") from error
     server.set_app(partial(_serve, routes))
-    threading.Thread(target=server.serve_forever, name="lmcache-redis-metrics", daemon=True).start()
+    NamedThread("lmcache-redis-metrics", server.serve_forever).start()
     logger.info(
         "metrics at http://%s:%d/metrics%s",
         f"[{host}]" if ":" in host else host,

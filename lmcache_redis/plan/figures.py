@@ -15,7 +15,7 @@ from lmcache_redis.plan.traces import Trace
 
 _GIB = 1 << 30
 _MONTH_S = 30.4 * 86_400
-# The link's peak is that of the busiest of so many parts of the trace, each a second at least.
+# How many parts of the trace the link's peak is looked for in; each is a second at least.
 _PARTS = 200
 
 

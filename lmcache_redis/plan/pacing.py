@@ -51,7 +51,7 @@ class _Queue:
     free_s: float = 0.0
 
     def seconds(self, nbytes: Floats, now_s: float) -> Floats:
-        """Until each of so many bytes would be loaded."""
+        """Seconds until each of these numbers of bytes would be loaded."""
         begins_s = self.latency_s + max(0.0, self.free_s - now_s)
         return np.where(nbytes > 0, begins_s + nbytes / self.per_second, 0.0)
 
@@ -61,7 +61,7 @@ class _Queue:
 
 
 class _PrefixBytes:
-    """What prefixes of at most so many chunks need."""
+    """What prefixes of at most this number of chunks need."""
 
     def __init__(self, layout: BlockLayout, most: int) -> None:
         needs = PrefixNeeds([*layout.part_bytes], 0, layout.block_tokens)

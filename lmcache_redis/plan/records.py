@@ -4,7 +4,7 @@
     layout     how large the chunks are that later lines name
     lookup     one lookup, when it is answered: which chunks were asked for, and where each hit was
     store      chunks that a worker hands to the agent
-    dropped    so many lines were not written
+    dropped    how many lines were not written
 
 Times are seconds since 1970. A chunk's name is the xxh3-64 of its hash: 16 hex digits, one chunk
 after the other in one string. Neither tokens nor text can be found from it. ``request`` is made

@@ -9,7 +9,7 @@ engine's own cache see the requests of their replica, Redis those of all.
 
 LRU keeps what was used last, so a cache of some size holds all that a smaller one does. One pass
 gives, for each access, the number of different chunks used since the last access to the same one
-(Mattson et al., 1970): a cache of at least so many chunks hits.
+(Mattson et al., 1970): a cache of at least that number of chunks hits.
 
 A hit is a leading chunk that some tier has; of several the nearest serves it.
 """

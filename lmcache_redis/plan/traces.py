@@ -34,7 +34,7 @@ class BlockLayout:
         return sum(self.part_bytes.values())
 
     def times(self, blocks: int) -> BlockLayout:
-        """The layout of chunks of so many blocks."""
+        """The layout of chunks of this number of blocks."""
         part_bytes = {reach: nbytes * blocks for reach, nbytes in self.part_bytes.items()}
         return BlockLayout(self.block_tokens * blocks, self.pool_bytes * blocks, part_bytes)
 

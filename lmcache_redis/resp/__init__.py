@@ -6,8 +6,9 @@ node        the servers and their threads; asks several of them
 routes      which server has which keys, and where a redirection leads
 asking      a question about keys of several servers, and following: a stripe, where they moved
 unlinking   the removal of a chunk
-transfers   a chunk in flight, and the end of each of its stripes
 lanes       a thread with several connections, for stripes
+transfers   a chunk in flight, and what follows from the end of each of its stripes
+codecs      what a stripe is packed as, and what is found for it
 health      whether a server is up and takes writes
 jobs        work that is answered exactly once, at its deadline by the timekeeper; queues, threads
 net         connection: sockets with deadlines, name look-up, requests and replies in order; wire:

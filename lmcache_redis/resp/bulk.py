@@ -221,7 +221,7 @@ class _Progress:
         return End.MISMATCH, 0, header
 
     def _receive_line(self, kinds: bytes) -> bytes:
-        """Receive the first line of a reply, which begins with one of `kinds`, and perhaps more."""
+        """Receive the first line of a reply, or more. It begins with one of `kinds`."""
         while True:
             if self.got and self.first[0] not in kinds:
                 raise RedisProtocolError("malformed reply to GET or SET")

@@ -48,7 +48,7 @@ from lmcache_redis.resp.net.wire import (
 from lmcache_redis.tiers import CallOutcome, Operation
 
 ResultT = TypeVar("ResultT")
-# Packed commands, perhaps made on demand, and how many replies they have.
+# Packed commands, or a function that makes them; the number of their replies.
 Request = tuple[Iterable[bytes], int]
 Steps = Generator[Request, Connection, ResultT]
 
@@ -208,7 +208,7 @@ def walk_keys(
 ) -> Steps[None]:
     """SCAN a server for keys that match, and UNLINK those of them that `found` returns.
 
-    It ends early if that is None. A key that exists all the time is found, perhaps twice. removed:
+    It ends early if that is None. A key that exists all the time is found once or twice. removed:
     called with how many keys were deleted. more: further words of the SCAN.
     """
     cursor = b""
@@ -229,7 +229,7 @@ def walk_keys(
 
 
 def parse_header(reply: Reply) -> StripeHeader | None:
-    """The header of a stripe 0 in the reply to a GETRANGE; None if there is none to be seen."""
+    """The header of a stripe 0 in the reply to a GETRANGE; None if it has none."""
     try:
         header = describe_header(reply) if isinstance(reply, bytes) else None
     except FormatError:

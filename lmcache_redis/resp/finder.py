@@ -221,7 +221,7 @@ class MapWatcher:
     """A thread that looks the servers up.
 
     adopt: called with each map. down: of the servers in use, those that do not answer; None if
-    there are none in use. state: while there are none.
+    none is in use. state: until there is a map.
     """
 
     def __init__(

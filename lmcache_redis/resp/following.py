@@ -9,11 +9,12 @@ from typing import Any
 from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import RedisRedirect
 from lmcache_redis.resp.asking import AskedNodes
+from lmcache_redis.resp.codecs import StripeIO, codec_of
 from lmcache_redis.resp.control import ask_each
 from lmcache_redis.resp.jobs import StripeTask
 from lmcache_redis.resp.net.wire import Reply, get_commands
 from lmcache_redis.resp.routes import Lead
-from lmcache_redis.resp.transfers import Write, place
+from lmcache_redis.resp.transfers import Write
 from lmcache_redis.tiers import CallOutcome
 
 
@@ -80,7 +81,7 @@ def _read(
     if isinstance(value, RedisRedirect):
         nodes.jobs.stop((job,), CallOutcome.UNAVAILABLE)
     elif nodes.jobs.begin_all((task,)):
-        result = place(job.chunk, index, value, nodes.options.seal_keys)
+        result = codec_of(nodes.options.seal_keys).place(StripeIO.of(job.chunk, index), value)
         with nodes.jobs.lock:
             job.ended(index, result)
         nodes.jobs.conclude((job,))

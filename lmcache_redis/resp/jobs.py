@@ -23,7 +23,7 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Generic, TypeVar
 
-from lmcache_redis.processes import check_not_forked
+from lmcache_redis.processes import NamedThread, check_not_forked, name_in_kernel
 from lmcache_redis.tiers import CallOutcome, ChunkIO, Operation, ReadOutcome, WriteOutcome
 
 logger = logging.getLogger(__name__)
@@ -309,7 +309,7 @@ class Jobs:
             try:
                 action()
             except Exception:
-                # Of a caller, perhaps: those behind it must not wait.
+                # The error may be a caller's: later actions must still run.
                 logger.exception("an action of the Redis plane failed")
         now = time.monotonic()
         if self._wake_at <= now:
@@ -398,7 +398,7 @@ def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
     return jittered(min(first_s * 2.0 ** min(failures, 64), max(first_s, longest_s)))
 
 
-class LoopThread(threading.Thread):
+class LoopThread(NamedThread):
     """A daemon thread that calls `step` until it returns False.
 
     An exception of `step` is a bug, or the process lacks memory or threads for a moment. It is
@@ -406,7 +406,7 @@ class LoopThread(threading.Thread):
     """
 
     def __init__(self, name: str, step: Callable[[], bool]) -> None:
-        super().__init__(name=name, daemon=True)
+        super().__init__(name)
         self._step = step
         self._failures = 0
 
@@ -417,6 +417,7 @@ class LoopThread(threading.Thread):
         return not self.is_alive()
 
     def run(self) -> None:
+        name_in_kernel(self.name)
         while self._goes_on():
             pass
 

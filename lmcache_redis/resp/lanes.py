@@ -3,7 +3,7 @@
 While the server works on the request of one connection, the thread moves the bytes of another: the
 server is never idle, reads every value straight to where it stays, and queues no copies of replies.
 One thread is faster than several, which would wait for each other's GIL
-(docs/internals/data-plane.md has the measurement). Replies arrive in the order of the requests, so
+(docs/internals/decisions.md has the measurement). Replies arrive in the order of the requests, so
 the thread waits for the connection that it asked first.
 
 A stripe is in flight, and uses its slot, from its request to its end. A connection whose stripe is
@@ -15,13 +15,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from lmcache_redis import native
-from lmcache_redis.errors import ConfigError, RedisError, RedisUnavailable
+from lmcache_redis.errors import (
+    ConfigError,
+    RedisError,
+    RedisProtocolError,
+    RedisRedirect,
+    RedisUnavailable,
+)
 from lmcache_redis.resp.bulk import (
     MOST_TASKS,
     QUIET_MS,
@@ -35,15 +40,15 @@ from lmcache_redis.resp.bulk import (
     StripeFailure,
     error_in,
 )
+from lmcache_redis.resp.codecs import Found
 from lmcache_redis.resp.health import DataServer
 from lmcache_redis.resp.jobs import LoopThread, StripeTask, TaskQueue, jittered
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.tiers import CallOutcome, Operation
+from lmcache_redis.resp.transfers import Transfers
+from lmcache_redis.tiers import CallOutcome
 
 # The pause before the next attempt, if the server has no room for another connection.
 _WIDEN_AGAIN_S = 1.0
-# Sealed stripes in a call: while the next are sealed or opened, the kernel moves these.
-SEALED_TOGETHER = 4
 # What an idle lane has.
 _NO_TASK: StripeTask = (None, 0)
 _NOTHING_PACKED: Packed = (b"", b"", memoryview(b""), b"")
@@ -83,18 +88,20 @@ class Lane:
         self.task, self.packed = _NO_TASK, _NOTHING_PACKED
 
 
-class BulkWorker(ABC):
+class BulkWorker:
     """A thread that moves the stripes of a queue on up to `connections` connections.
 
     It connects before it takes work, so an unreachable server delays no job. It begins with one
     connection, and opens more when more stripes wait than it has.
     """
 
-    _is_load: ClassVar[bool]
-    _operation: ClassVar[Operation]
-
     def __init__(
-        self, name: str, server: DataServer, queue: TaskQueue[StripeTask], connections: int
+        self,
+        name: str,
+        server: DataServer,
+        queue: TaskQueue[StripeTask],
+        connections: int,
+        transfers: Transfers,
     ) -> None:
         self.thread = LoopThread(f"lmcr-{name}", self._step)
         self._name = name
@@ -107,37 +114,7 @@ class BulkWorker(ABC):
         self._busy: list[Lane] = []  # in the order of the requests
         self._is_sending = False  # the last of these was sent in part
         self._widen_at = 0.0  # when more may be opened
-        self._seal_keys = server.options.seal_keys
-
-    @abstractmethod
-    def _pack(self, task: StripeTask) -> Packed:
-        """What a mover needs to move a stripe."""
-
-    @abstractmethod
-    def _succeeded(self, done: Sequence[tuple[StripeTask, bytes]]) -> None:
-        """Stripes that ended well, with their store ids."""
-
-    @abstractmethod
-    def _failed(
-        self, lane: Lane, task: StripeTask, failure: StripeFailure, error: RedisError | None
-    ) -> None:
-        """A stripe that failed. Its connection is closed if it is out of step.
-
-        error: of the connection or the server; None if the failure is about the value.
-        """
-
-    @abstractmethod
-    def _lost(self, lane: Lane, task: StripeTask, error: RedisError) -> None:
-        """A stripe whose connection was closed."""
-
-    @property
-    def _may_send(self) -> bool:
-        """False: what is in flight ends, then all connections are replaced."""
-        return True
-
-    @property
-    def _may_widen(self) -> bool:
-        return True
+        self._transfers = transfers
 
     def _step(self) -> bool:
         if not self._server.health.wait_up():
@@ -160,13 +137,13 @@ class BulkWorker(ABC):
         try:
             while self._idle or self._busy:
                 if not self._busy:
-                    if self._may_send and not self._queue.wait():
+                    if self._transfers.may_send and not self._queue.wait():
                         return False
                     # A connection that died at rest must not cost the others their next stripes.
                     self._drop_dead()
-                    if not self._idle or not self._may_send:
+                    if not self._idle or not self._transfers.may_send:
                         return True
-                if self._may_send and self._wants_more:
+                if self._transfers.may_send and self._wants_more:
                     self._widen()
                 self._move()
                 self._end_late()
@@ -181,11 +158,11 @@ class BulkWorker(ABC):
         """Call the mover with the stripes in flight and those that wait."""
         if not self._busy and not self._idle:
             return  # the last one died while more were opened
-        begun, idle = (self._begin_next(), self._idle) if self._may_send else ([], [])
+        begun, idle = (self._begin_next(), self._idle) if self._transfers.may_send else ([], [])
         if not self._busy and not begun:
             return
         try:
-            packed = [self._pack(task) for task in begun]
+            packed = [self._transfers.pack(task) for task in begun]
             lanes = [*self._busy, *idle]
             now = time.monotonic()
             deadlines = [lane.task[0].deadline for lane in lanes[: len(self._busy)]]
@@ -197,11 +174,11 @@ class BulkWorker(ABC):
                 self._is_sending,
                 not len(self._queue) or not (begun or self._is_sending),
                 min([now + SLICE_S, *deadlines]),
-                # A sealed payload is verified by its tag.
-                self._server.options.verify_checksums and self._seal_keys is None,
+                # What is packed is verified as it is unpacked.
+                self._server.options.verify_checksums and not self._transfers.codec.is_packed,
                 QUIET_MS if len(begun) < len(idle) else int(SLICE_S * 1e3),
             )
-            moved = self._mover.move(call, self._is_load)
+            moved = self._mover.move(call, self._transfers.is_load)
         except BaseException:
             # A bug. `_close_all` answers those in flight.
             jobs = [task[0] for task in begun]
@@ -212,10 +189,12 @@ class BulkWorker(ABC):
 
     def _begin_next(self) -> list[StripeTask]:
         """Stripes that waited, and are in flight now."""
-        most = MOST_TASKS
-        if self._seal_keys is not None:
-            # The ciphertext of one that was sent in part is still needed.
-            most = 0 if self._is_sending else SEALED_TOGETHER
+        most = self._transfers.codec.together
+        refusal = self._transfers.refusal
+        while refusal is not None and (tasks := self._queue.take_some(MOST_TASKS)):
+            self._jobs.stop([task[0] for task in tasks], refusal)
+        if self._is_sending and self._transfers.codec.is_packed:
+            most = 0  # the memory of one that was packed and sent in part is still needed
         return self._jobs.begin_all(self._queue.take_some(most))
 
     def _account(
@@ -253,21 +232,49 @@ class BulkWorker(ABC):
             for (_, task), result in zip(ended, moved.done, strict=True)
             if isinstance(result, bytes)
         ]
-        if good:
-            self._succeeded(good)
+        for found in self._transfers.unpacked(good):
+            self._end(found)
         if moved.done and not isinstance(moved.done[-1], bytes):
             self._see_to(*ended[-1], moved.done[-1])
         if moved.sending and not self._is_sending:
             lane = self._busy[-1]
             self._give_up(lane, lane.connection.lost(moved.sending))
 
+    def _end(self, found: Sequence[tuple[StripeTask, Found]]) -> None:
+        """Stripes that were in flight, and what was found for each."""
+        jobs = [task[0] for task, _ in found]
+        with self._jobs.lock:
+            due = [job for (job, index), each in found if job.ended(index, each)]
+        # Without the lock: a server's threads may start here, or fail to.
+        for job in due:
+            job.put_first()
+        self._jobs.conclude(jobs)
+        self._transfers.ended(jobs)
+
     def _see_to(self, lane: Lane, task: StripeTask, failure: StripeFailure) -> None:
+        """A stripe failed. Its connection is closed if it is out of step."""
         error = error_in(failure, lane.connection)
-        if failure[0] >= End.OTHER_LENGTH:
+        if failure[0] >= End.OTHER_LENGTH or isinstance(error, RedisProtocolError):
             lane.connection.close()
-        self._failed(lane, task, failure, error)
+        found = self._transfers.judge(task, failure)
+        if found is not None:
+            self._end(((task, found),))
+        elif error is not None:
+            is_followed = isinstance(error, RedisRedirect) and self._server.redirected(task, error)
+            if not is_followed:
+                self._fail(lane, task, error)
         if not lane.connection.is_open and lane in self._idle:
             self._idle.remove(lane)
+
+    def _fail(self, lane: Lane, task: StripeTask, error: RedisError) -> None:
+        """An error in place of a stripe, or of its connection."""
+        job = task[0]
+        self._jobs.release((job,))
+        outcome = self._transfers.failed(error, lane.connection)
+        if outcome is None:
+            self._queue.put((task,), urgent=True)
+        else:
+            self._jobs.stop((job,), outcome)
 
     def _end_late(self) -> None:
         """Close connections whose replies are overdue, or whose jobs are."""
@@ -284,7 +291,7 @@ class BulkWorker(ABC):
             self._is_sending = False
         self._busy.remove(lane)
         lane.connection.close()
-        self._lost(lane, lane.task, error)
+        self._fail(lane, lane.task, error)
 
     @property
     def _wants_more(self) -> bool:
@@ -292,9 +299,15 @@ class BulkWorker(ABC):
         idle = len(self._idle)
         return len(self._queue) > idle and len(self._busy) + idle < self._most
 
+    @property
+    def _may_widen(self) -> bool:
+        # A chunk of which a stripe is in flight may become half stored.
+        is_whole = self._transfers.may_widen and (self._transfers.is_load or not self._busy)
+        return is_whole and self._server.health.is_up
+
     def _widen(self) -> None:
         """Open a connection for each stripe that waits, up to the limit."""
-        if time.monotonic() < self._widen_at or not (self._may_widen and self._server.health.is_up):
+        if time.monotonic() < self._widen_at or not self._may_widen:
             return
         # First drop those that died unnoticed: they would cost their next stripes.
         self._drop_dead()
@@ -306,7 +319,7 @@ class BulkWorker(ABC):
             except (RedisError, ConfigError) as error:
                 # The open connections show whether the server is up.
                 if isinstance(error, RedisError):
-                    self._server.health.note(error, self._operation)
+                    self._server.health.note(error, self._transfers.operation)
                 self._widen_at = time.monotonic() + jittered(_WIDEN_AGAIN_S)
                 return
             self._add_lane(connection)
@@ -325,4 +338,5 @@ class BulkWorker(ABC):
         for lane in (*busy, *idle):
             lane.connection.close()
         for lane in busy:
-            self._lost(lane, lane.task, RedisUnavailable("the connection was closed"))
+            self._fail(lane, lane.task, RedisUnavailable("the connection was closed"))
+        self._jobs.stop(*self._transfers.closed())

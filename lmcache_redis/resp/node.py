@@ -34,20 +34,21 @@ from lmcache_redis.resp.jobs import (
     TaskQueue,
     wait_for,
 )
+from lmcache_redis.resp.lanes import BulkWorker
 from lmcache_redis.resp.maps import ServerMap
 from lmcache_redis.resp.net.advice import BY_CODE
 from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import Deployment, RedisOptions, Topology
 from lmcache_redis.resp.removals import Removals
 from lmcache_redis.resp.routes import Lead, Redirected, Routes, parse_redirect, slot_of
-from lmcache_redis.resp.transfers import Reader, Writer
+from lmcache_redis.resp.transfers import Gets, Sets
 from lmcache_redis.tiers import CallOutcome, Operation, PlaneState
 
 logger = logging.getLogger(__name__)
 
 
-# Of the servers that a map names and that have never answered, so many are tried at a time: a map
-# may name what does not exist.
+# How many of the servers that a map names, and that have never answered, are tried at a time: a map
+# may name servers that do not exist.
 _MOST_UNPROVEN = 32
 # How often it is looked whether a server that was named no more has answered what it was asked.
 _LOOK_EVERY_S = 0.02
@@ -101,9 +102,11 @@ class DataNode(DataServer):
         writers = _shares(options.set_connections, shards, options.network_threads)
         self._writes = [_WorkerQueue(self) for _ in writers]
         for number, count in enumerate(readers):
-            self.reads.workers.append(Reader(f"get-{number}", self, self.reads, count).thread)
+            loads = BulkWorker(f"get-{number}", self, self.reads, count, Gets(self))
+            self.reads.workers.append(loads.thread)
         for number, (queue, count) in enumerate(zip(self._writes, writers, strict=True)):
-            queue.workers.append(Writer(f"set-{number}", self, queue, count).thread)
+            stores = BulkWorker(f"set-{number}", self, queue, count, Sets(self))
+            queue.workers.append(stores.thread)
 
     def put_writes(self, tasks: Sequence[StripeTask], urgent: bool = False) -> None:
         """Queue stripes to store. One thread gets all stripes of a chunk for this server."""

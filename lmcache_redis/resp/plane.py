@@ -29,6 +29,7 @@ from lmcache_redis import native
 from lmcache_redis.chunks.frame import STORE_ID_BYTES, ChunkFrame
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.chunks.names import claim_key, is_claim_key, stripe_key
+from lmcache_redis.resp.codecs import codec_of
 from lmcache_redis.resp.control import (
     Steps,
     ask_each,
@@ -93,7 +94,7 @@ class RedisPlane:
         self.deployment = parse_deployment(options)
         self._jobs = Jobs()
         self._nodes = DataNodes(self.deployment, options, self._jobs)
-        # For who wants to know what servers evict and expire.
+        # What servers evict and expire.
         self.removals = self._nodes.removals
 
     def start(self) -> None:
@@ -192,11 +193,11 @@ class RedisPlane:
         Slots must not change until `done`.
         """
         self._check(chunks, writable=False)
-        if self.options.seal_keys is not None:
-            for chunk in chunks:
-                if not chunk.frame.has_room_for_seal:
-                    self._jobs.post(partial(done, chunk, WriteOutcome.NO_ROOM_FOR_SEAL))
-            chunks = [chunk for chunk in chunks if chunk.frame.has_room_for_seal]
+        fits = codec_of(self.options.seal_keys).fits
+        for chunk in chunks:
+            if not fits(chunk.frame):
+                self._jobs.post(partial(done, chunk, WriteOutcome.NO_ROOM_FOR_SEAL))
+        chunks = [chunk for chunk in chunks if fits(chunk.frame)]
 
         def put(node: DataNode, tasks: Sequence[StripeTask]) -> None:
             # Stripe 0 follows the others, unless it is the only one.

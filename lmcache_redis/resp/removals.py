@@ -1,4 +1,4 @@
-"""What servers evict and expire, as they tell it (keyspace notifications), for who wants to know.
+"""Evictions and expiries, from the keyspace notifications of servers.
 
 A server tells what `notify-keyspace-events` names: E with e (evicted), x (expired), g (removed by a
 client, or moved to another shard, so nothing is certain then). It keeps nothing for a subscriber
@@ -43,7 +43,7 @@ _CONFIG_COMMAND = pack_command("CONFIG", "GET", _SETTING)
 _PONG: Reply = [b"pong", b""]
 _MOST_REPLIES = 1 << 30
 
-# Chunk keys, each perhaps several times, and whether it is certain that they are gone.
+# (chunk keys, certain): keys may repeat; after a DEL it is not certain that they are gone.
 Told = Callable[[Sequence[bytes], bool], None]
 
 

@@ -89,7 +89,7 @@ class Routes(Generic[NodeT]):
         return None
 
     def with_slot(self, slot: int, node: NodeT) -> Routes[NodeT]:
-        """The same map, but for a slot that has moved since."""
+        """The same map, with the slot that has moved since."""
         assert self._by_slot is not None
         moved: Routes[NodeT] = Routes.__new__(Routes)
         moved.nodes, moved.map, moved._single = self.nodes, self.map, None

@@ -32,7 +32,7 @@ from lmcache_redis.resp.net.endpoint import Endpoint
 
 # Sources that a round asks at most, and whose connections are kept.
 PANEL = 3
-# Another source after about so many rounds without doubt.
+# The rounds without doubt, about, after which another source is asked.
 _ROUNDS_WITH_ONE = 30
 
 
@@ -281,11 +281,14 @@ class Sources:
         self.panel.sort(key=lambda each: each != self.teller)
 
     def _confirm(self) -> None:
-        """No news: perhaps the same map, with a newer epoch or less doubt."""
+        """No news. The map may be the same, with a newer epoch or less doubt."""
         assert self.belief is not None
+        # An older epoch counts after a doubt of before, and not after one of this round.
+        had_doubt = self.belief.doubt
         for answer in self.answers.values():
             if answer.map == self.belief.map and (
-                _is_newer(answer, self.belief) or (self.belief.doubt and not answer.doubt)
+                _is_newer(answer, self.belief)
+                or (had_doubt and self.belief.doubt and not answer.doubt)
             ):
                 if _is_newer(self.belief, answer):
                     self._epoch_is_known()  # an older one, now

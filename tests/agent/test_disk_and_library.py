@@ -11,7 +11,7 @@ import torch
 from lmcache_redis.cache.disk.format import PAGE_BYTES, parse_page
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
-from lmcache_redis.compat.backends import ChunkBackend, in_memory, in_redis, on_disk
+from lmcache_redis.objects import ChunkBackend, in_memory, in_redis, on_disk
 from tests.agent.test_disk import CHUNKS, HASHES, agent_with_disk, check_hit, files, store_and_wait
 from tests.harness import AgentServer, Engine
 from tests.servers import RedisServer, stripe_keys

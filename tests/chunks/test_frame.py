@@ -95,8 +95,8 @@ class TestHeaderBytes:
     @pytest.mark.parametrize(
         ("index", "store_id", "created", "message"),
         [
-            (3, STORE_ID, 0, "stripe 3 of a chunk of 3"),
-            (-1, STORE_ID, 0, "stripe -1 of a chunk of 3"),
+            (3, STORE_ID, 0, "a chunk of 3 stripes has no stripe 3"),
+            (-1, STORE_ID, 0, "a chunk of 3 stripes has no stripe -1"),
             (0, b"short", 0, "a store id has 16 bytes, not 5"),
             (0, STORE_ID, -1, "cannot be written"),
             (0, STORE_ID, 2**64, "cannot be written"),
@@ -119,7 +119,7 @@ class TestChunkFrame:
 
     @pytest.mark.parametrize("index", [-1, 3])
     def test_there_is_no_other_stripe(self, index: int) -> None:
-        with pytest.raises(FormatError, match=f"stripe {index} of a chunk of 3"):
+        with pytest.raises(FormatError, match=f"a chunk of 3 stripes has no stripe {index}"):
             frame_of().bare_header(index)
 
     @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ class TestChunkFrame:
             (100, 100, {"fingerprint": b"short"}, "a layout fingerprint has 32 bytes, not 5"),
             (100, 100, {"chunk_hash": b""}, "a chunk hash has 1 to 63 bytes, not 0"),
             (100, 100, {"chunk_hash": bytes(64)}, "a chunk hash has 1 to 63 bytes, not 64"),
-            (100, 0, {}, "a stripe of 0 bytes"),
-            (100, -1, {}, "a stripe of -1 bytes"),
-            (0, 100, {}, "a chunk of 0 bytes"),
+            (100, 0, {}, "a stripe has 1 to .* bytes, not 0"),
+            (100, -1, {}, "a stripe has 1 to .* bytes, not -1"),
+            (0, 100, {}, "a chunk has 1 to .* bytes, not 0"),
             (65_536, 1, {}, "make stripe_bytes larger"),
             (100, 100, {"metadata": b""}, "metadata has 16 to 336 bytes"),
             (100, 100, {"metadata": bytes(337)}, "metadata has 16 to 336 bytes"),
@@ -364,9 +364,9 @@ class TestDescribeHeader:
             (26, "<H", (2,), "cannot be part"),
             (26, "<H", (0,), "cannot be part"),
             (26, "<H", (4,), "cannot be part"),
-            (32, "<Q", (0,), "a stripe of 0 bytes"),
+            (32, "<Q", (0,), "a stripe has 1 to .* bytes, not 0"),
             (32, "<Q", (65_537,), "cannot be part"),
-            (32, "<Q", (2**64 - 1,), "cannot be part|a stripe of"),
+            (32, "<Q", (2**64 - 1,), "cannot be part|a stripe has 1 to"),
             (40, "<Q", (0,), "cannot be part"),
             (40, "<Q", (2**64 - 1,), "cannot be part"),
         ],
@@ -383,7 +383,7 @@ class TestDescribeHeader:
     )
     def test_a_contradiction_in_the_last_stripe_is_refused(self, offset: int, value: int) -> None:
         header = put(header_of(frame_of(), 2), offset, "<H" if offset == 24 else "<Q", value)
-        with pytest.raises(FormatError, match=r"cannot be part|a stripe of 0 bytes"):
+        with pytest.raises(FormatError, match=r"cannot be part|a stripe has 1 to"):
             describe_header(header)
 
 

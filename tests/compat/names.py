@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from tests.compat.originals import Interface, Name
+from tests.compat.originals import INTERNAL, Interface, Name
 
-STATE = "what LMCache's client keeps of its queue"
-HELPER = "helpers of LMCache's client, which makes keys"
-WORKERS = "threads of LMCache's backends, and what ends them"
-ITERATOR = (
-    "an iterator of all backends, with None for what is missing; the hybrid and the pipelined one "
-    "of LMCache return lists, the latter without what is missing"
-)
+ITERATOR = "an iterator of all backends, with None for what is missing"
 FOUND = "says whether there was a chunk"
 DOCUMENTED = "As in LMCache {}, documented on 2026-02-09."
 
@@ -60,23 +54,17 @@ INTERFACES = (
             Name(
                 "ObjectKey",
                 "(chunk_hash, model_name, kv_rank)",
-                different=(
-                    "a `chunk_hash` of 64 bytes or more is replaced by its digest of 32; ordered; "
-                    "without `__dict__`"
-                ),
+                different="a `chunk_hash` of 64 bytes or more is replaced by its digest of 32",
             ),
             Name(
                 "ObjectKey.IntHash2Bytes",
                 "(chunk_hash)",
-                different=(
-                    "eight bytes, big-endian; the original has four, and OverflowError from "
-                    "2**32 on"
-                ),
+                different="eight bytes, big-endian; the original has four",
             ),
             Name(
                 "ObjectKey.Bytes2IntHash",
                 "(chunk_hash)",
-                different="one to eight bytes, where the original takes the last eight of any",
+                different="one to eight bytes",
             ),
             Name(
                 "ObjectKey.ComputeKVRank",
@@ -138,17 +126,17 @@ INTERFACES = (
             Name("LMCacheMPSchedulerAdapter.worker_id"),
             Name("LMCacheMPSchedulerAdapter.chunk_size"),
             Name("LMCacheMPSchedulerAdapter.blocks_in_chunk"),
-            Name("LMCacheMPSchedulerAdapter.mq_client", left_out=STATE),
-            Name("LMCacheMPSchedulerAdapter.lookup_futures", left_out=STATE),
+            Name("LMCacheMPSchedulerAdapter.mq_client", left_out=INTERNAL),
+            Name("LMCacheMPSchedulerAdapter.lookup_futures", left_out=INTERNAL),
             Name(
                 "LMCacheMPSchedulerAdapter._create_key",
                 "(token_ids, start=0, end=0, request_id=None)",
-                left_out=HELPER,
+                left_out=INTERNAL,
             ),
             Name(
                 "LMCacheMPSchedulerAdapter._create_hash_key",
                 "(chunk_hash, request_id=None)",
-                left_out=HELPER,
+                left_out=INTERNAL,
             ),
             Name(
                 "LMCacheMPWorkerAdapter",
@@ -194,10 +182,7 @@ INTERFACES = (
             ),
             Name(
                 "LMCacheMPWorkerAdapter.get_block_ids_with_load_errors",
-                different=(
-                    "not in the original; call it after each `get_finished`, as vLLM calls its "
-                    "connector's method of this name"
-                ),
+                different="not in the original; call it after each `get_finished`",
             ),
             Name("LMCacheMPWorkerAdapter.num_blocks_per_chunk", "()"),
             Name("LMCacheMPWorkerAdapter.model_name"),
@@ -205,25 +190,25 @@ INTERFACES = (
             Name("LMCacheMPWorkerAdapter.worker_id"),
             Name("LMCacheMPWorkerAdapter.kv_caches"),
             Name("LMCacheMPWorkerAdapter.blocks_in_chunk"),
-            Name("LMCacheMPWorkerAdapter.mq_client", left_out=STATE),
+            Name("LMCacheMPWorkerAdapter.mq_client", left_out=INTERNAL),
             Name(
                 "LMCacheMPWorkerAdapter.instance_id",
                 left_out="the agent knows a worker by its connection",
             ),
-            Name("LMCacheMPWorkerAdapter.store_futures", left_out=STATE),
-            Name("LMCacheMPWorkerAdapter.retrieve_futures", left_out=STATE),
-            Name("LMCacheMPWorkerAdapter.finished_stores", left_out=STATE),
-            Name("LMCacheMPWorkerAdapter.previously_finished", left_out=STATE),
-            Name("LMCacheMPWorkerAdapter._update_and_get_finished_store", "()", left_out=STATE),
+            Name("LMCacheMPWorkerAdapter.store_futures", left_out=INTERNAL),
+            Name("LMCacheMPWorkerAdapter.retrieve_futures", left_out=INTERNAL),
+            Name("LMCacheMPWorkerAdapter.finished_stores", left_out=INTERNAL),
+            Name("LMCacheMPWorkerAdapter.previously_finished", left_out=INTERNAL),
+            Name("LMCacheMPWorkerAdapter._update_and_get_finished_store", "()", left_out=INTERNAL),
             Name(
                 "LMCacheMPWorkerAdapter._create_key",
                 "(token_ids, start=0, end=0, request_id=None)",
-                left_out=HELPER,
+                left_out=INTERNAL,
             ),
             Name(
                 "LMCacheMPWorkerAdapter._create_hash_key",
                 "(chunk_hash, request_id=None)",
-                left_out=HELPER,
+                left_out=INTERNAL,
             ),
             Name("LMCacheMPWorkerAdapter.shutdown", "()"),
         ),
@@ -267,7 +252,7 @@ INTERFACES = (
             Name(
                 "get_remote_metadata_bytes",
                 "()",
-                different="56 for one group, 96 for two, where the original has 28 and 48",
+                different="56 for one group, 96 for two",
             ),
             Name("DTYPE_TO_INT"),
             Name("INT_TO_DTYPE"),
@@ -303,9 +288,8 @@ INTERFACES = (
         "lmcache.storage_backend",
         "lmcache_redis.compat.storage_backend",
         (
-            "As in LMCache 0.3.1; four modules of the original (`abstract_backend`, "
-            "`hybrid_backend`, `local_backend`, `remote_backend`) are one here. A hash of over 63 "
-            "bytes stands in the name of a chunk as its digest."
+            "As in LMCache 0.3.1, whose four modules are one here. A hash of over 63 bytes stands "
+            "in the name of a chunk as its digest."
         ),
         (
             Name(
@@ -348,10 +332,10 @@ INTERFACES = (
             ),
             Name("LMCLocalBackend.put_blocking", "(key, kv_chunk)"),
             Name("LMCLocalBackend.put_nonblocking", "(key, kv_chunk)"),
-            Name("LMCLocalBackend.put_worker", "()", left_out=WORKERS),
+            Name("LMCLocalBackend.put_worker", "()", left_out=INTERNAL),
             Name("LMCLocalBackend.remove", "(key)", different=FOUND),
             Name("LMCLocalDiskBackend", "(config, metadata, dst_device='cuda')"),
-            Name("LMCLocalDiskBackend.buffer_sweeper", "()", left_out=WORKERS),
+            Name("LMCLocalDiskBackend.buffer_sweeper", "()", left_out=INTERNAL),
             Name("LMCLocalDiskBackend.close", "()"),
             Name("LMCLocalDiskBackend.contains", "(key)"),
             Name("LMCLocalDiskBackend.get", "(key)"),
@@ -362,9 +346,9 @@ INTERFACES = (
             ),
             Name("LMCLocalDiskBackend.put_blocking", "(key, kv_chunk)"),
             Name("LMCLocalDiskBackend.put_nonblocking", "(key, kv_chunk)"),
-            Name("LMCLocalDiskBackend.put_worker", "()", left_out=WORKERS),
+            Name("LMCLocalDiskBackend.put_worker", "()", left_out=INTERNAL),
             Name("LMCLocalDiskBackend.remove", "(key)", different=FOUND),
-            Name("LocalBackendEndSignal", "()", left_out=WORKERS),
+            Name("LocalBackendEndSignal", "()", left_out=INTERNAL),
             Name(
                 "save_disk",
                 "(path, kv_chunk)",
@@ -387,17 +371,17 @@ INTERFACES = (
             Name(
                 "LMCRemoteBackend.list",
                 "()",
-                different="a key of a hash of over 63 bytes has its digest, and finds its chunk",
+                different="a key of a hash of over 63 bytes has its digest",
             ),
             Name("LMCRemoteBackend.put", "(key, kv_chunk, blocking=True)"),
             Name("LMCRemoteBackend.put_blocking", "(key, kv_chunk)"),
-            Name("LMCRemoteBackend.put_worker", "()", left_out=WORKERS),
+            Name("LMCRemoteBackend.put_worker", "()", left_out=INTERNAL),
             Name("LMCPipelinedRemoteBackend", "(config, metadata, dst_device='cuda')"),
             Name("LMCPipelinedRemoteBackend.batched_get", "(keys)", different=ITERATOR),
             Name("LMCPipelinedRemoteBackend.close", "()"),
-            Name("LMCPipelinedRemoteBackend.deserialize_worker", "()", left_out=WORKERS),
-            Name("LMCPipelinedRemoteBackend.network_worker", "()", left_out=WORKERS),
-            Name("RemoteBackendEndSignal", "()", left_out=WORKERS),
+            Name("LMCPipelinedRemoteBackend.deserialize_worker", "()", left_out=INTERNAL),
+            Name("LMCPipelinedRemoteBackend.network_worker", "()", left_out=INTERNAL),
+            Name("RemoteBackendEndSignal", "()", left_out=INTERNAL),
         ),
     ),
     Interface(

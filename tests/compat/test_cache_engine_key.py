@@ -114,22 +114,22 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (("m", 1, 0, 5), "cannot be read back"),
-            (("", 1, 0, 5, torch.half), "cannot be read back"),
-            (("a@b", 1, 0, 5, torch.half), "cannot be read back"),
-            (("vllm", "8", 1, 0, 5, torch.half), "cannot be read back"),
-            (("m", 1, 0, "", torch.half), "cannot be read back"),
-            (("m", 1, 0, "a@b", torch.half), "cannot be read back"),
-            (("vllm", "8", 1, 0, "half"), "cannot be read back"),
-            (("vllm", "m", 1, 0, 5, None, {"lmcache.tag.a@b": 1}), "cannot be read back"),
-            (("vllm", "m", 1, 0, 5, None, {"lmcache.tag.a": "@"}), "cannot be read back"),
-            (("m", 1, -1, 5, torch.half), "cannot be read back"),
-            (("m", True, 0, 5, torch.half), "cannot be read back"),
-            (("m", 1, 0, 5.0, torch.half), "cannot be read back"),
+            (("m", 1, 0, 5), "does not give back the fields"),
+            (("", 1, 0, 5, torch.half), "does not give back the fields"),
+            (("a@b", 1, 0, 5, torch.half), "does not give back the fields"),
+            (("vllm", "8", 1, 0, 5, torch.half), "does not give back the fields"),
+            (("m", 1, 0, "", torch.half), "does not give back the fields"),
+            (("m", 1, 0, "a@b", torch.half), "does not give back the fields"),
+            (("vllm", "8", 1, 0, "half"), "does not give back the fields"),
+            (("vllm", "m", 1, 0, 5, None, {"lmcache.tag.a@b": 1}), "does not give back the fields"),
+            (("vllm", "m", 1, 0, 5, None, {"lmcache.tag.a": "@"}), "does not give back the fields"),
+            (("m", 1, -1, 5, torch.half), "does not give back the fields"),
+            (("m", True, 0, 5, torch.half), "does not give back the fields"),
+            (("m", 1, 0, 5.0, torch.half), "does not give back the fields"),
             (("m", 1, 0, 5, torch.complex64), "no text for the dtype"),
             (("m", 1, 0, 5, ["half"]), "no text for the dtype"),
             ((None, None, 1, 0, 5, torch.half), "no text for the dtype"),
-            ((7, "m", 1, 0, 5, torch.half), "cannot be read back"),
+            ((7, "m", 1, 0, 5, torch.half), "does not give back the fields"),
         ],
     )
     def test_fields_without_a_text_are_refused(
@@ -139,10 +139,10 @@ class TestArguments:
             CacheEngineKey(*arguments)
 
     def test_the_layer_is_that_of_a_layers_key(self) -> None:
-        with pytest.raises(FormatError, match="cannot be read back"):
+        with pytest.raises(FormatError, match="does not give back the fields"):
             CacheEngineKey("m", 1, 0, 5, torch.half, layer_id=1)
         for layer_id in (-1, None):
-            with pytest.raises(FormatError, match="cannot be read back"):
+            with pytest.raises(FormatError, match="does not give back the fields"):
                 LayerCacheEngineKey("m", 1, 0, 5, torch.half, layer_id=layer_id)
 
     @pytest.mark.parametrize(
@@ -204,9 +204,9 @@ class TestLayers:
         chunk, layer = self.key.to_string(), self.key.get_first_layer().to_string()
         assert CacheEngineKey.from_string(chunk) == self.key
         assert LayerCacheEngineKey.from_string(layer) == self.key.get_first_layer()
-        with pytest.raises(FormatError, match="a LayerCacheEngineKey, not a CacheEngineKey"):
+        with pytest.raises(FormatError, match="a LayerCacheEngineKey names no CacheEngineKey"):
             CacheEngineKey.from_string(layer)
-        with pytest.raises(FormatError, match="a CacheEngineKey, not a LayerCacheEngineKey"):
+        with pytest.raises(FormatError, match="a CacheEngineKey names no LayerCacheEngineKey"):
             LayerCacheEngineKey.from_string(chunk)
 
 

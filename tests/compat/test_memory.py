@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_redis.compat.backends import in_memory
-from lmcache_redis.compat.backends.backend import CacheThread, _result
 from lmcache_redis.errors import FormatError
 from lmcache_redis.kvstore import KVStore
+from lmcache_redis.objects import in_memory
+from lmcache_redis.objects.backend import CacheThread, _result
 from tests.compat.gateway.serving import Serving
 from tests.compat.gateway.wire import EXIST, GET, HEALTH, LIST, SUCCESS, Client, header, put
 from tests.cycles import left_by

@@ -1,4 +1,4 @@
-"""docs/reference/lmcache-names.md lists every name of the originals, and what it says is true."""
+"""docs/reference/lmcache-names.md lists every name that differs, and what it says is true."""
 
 from __future__ import annotations
 

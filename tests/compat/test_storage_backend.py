@@ -29,7 +29,7 @@ from lmcache_redis.compat.storage_backend import (
     LMCRemoteBackend,
 )
 from lmcache_redis.errors import ConfigError, FormatError
-from tests.compat.backends.samples import (
+from tests.objects.samples import (
     FLUSH_S,
     same,
     tensor_of,

@@ -86,6 +86,7 @@ def test_the_demo_shows_what_it_promises(
     assert "saved: 1,024 of" in said.out
 
 
+@pytest.mark.long
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_without_its_model_the_demo_serves_random_weights(

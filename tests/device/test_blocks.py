@@ -317,7 +317,7 @@ class TestRefused:
         assert find_segments([view], 7, {"layer.0": 112}).segments == (Segment(0, 0, 112, 112),)
 
     def test_no_blocks(self) -> None:
-        with pytest.raises(DeviceError, match="0 blocks"):
+        with pytest.raises(DeviceError, match="at least one block, not 0"):
             find_segments([cache([0])], 0)
 
     @pytest.mark.parametrize("rows", [70_000, 2_000_000])

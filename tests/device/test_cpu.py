@@ -145,7 +145,7 @@ class TestShare:
         [
             ({}, "no KV cache tensors"),
             ({"m": [torch.zeros(BLOCKS, 8)]}, "'m' is a list.*Mamba"),
-            ({"m": torch.zeros(BLOCKS, 8, device="meta")}, "on meta: only one of cpu"),
+            ({"m": torch.zeros(BLOCKS, 8, device="meta")}, "on meta: only cpu"),
             ({"m": torch.zeros(BLOCKS, 8, dtype=torch.complex64)}, "'m'.*unknown dtype"),
             ({"m": torch.zeros(BLOCKS + 1, 8)}, "'m' has no dimension of 12 blocks"),
         ],

@@ -117,7 +117,7 @@ def test_the_context_of_the_thread_stays() -> None:
 def test_a_page_of_another_size_is_refused(signals: Signals) -> None:
     import msgspec
 
-    with pytest.raises(DeviceError, match="a page of signals of 8 bytes"):
+    with pytest.raises(DeviceError, match="a page of signals has 8 bytes"):
         SignalPage(msgspec.structs.replace(signals.handle, size_bytes=8))
 
 

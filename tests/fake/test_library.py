@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from lmcache_redis.compat.backends import ChunkBackend, in_redis
 from lmcache_redis.errors import NotListed
-from tests.compat.backends.samples import Buffers, key_of, metadata_of, same, tensor_of
+from lmcache_redis.objects import ChunkBackend, in_redis
 from tests.fake.server import FakeRedisServer
+from tests.objects.samples import Buffers, key_of, metadata_of, same, tensor_of
 
 
 def test_chunks_outlive_the_backend(fake: FakeRedisServer) -> None:

@@ -21,11 +21,12 @@ from lmcache_redis.resp.bulk import (
     Result,
     error_in,
 )
+from lmcache_redis.resp.codecs import StripeIO, codec_of
 from lmcache_redis.resp.lanes import Mover, NativeMover
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.net.wire import get_command
-from lmcache_redis.resp.transfers import verify
+from lmcache_redis.seal import SealKeys
 from lmcache_redis.tiers import ReadOutcome
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.target import ACCEPTED
@@ -41,6 +42,7 @@ _PAYLOAD = bytes(range(200, 256)) * 5
 _HEADER = bytes(range(256)) * 2
 _VALUE = _HEADER + _PAYLOAD
 _GET = get_command(b"key")
+_SEAL_KEYS = SealKeys([bytes(range(32))])
 _GUARD = b"\xa5" * 64
 _OTHERS = (
     b"$-1\r\n",
@@ -180,7 +182,8 @@ def _load(
         # A sealed one has yet to be opened.
         assert len(result) == (HEADER_BYTES if is_sealed else STORE_ID_BYTES)
         return ACCEPTED, result
-    found = verify(_FRAME, 1, result, slot, is_sealed)
+    codec = codec_of(_SEAL_KEYS if is_sealed else None)
+    found = codec.judge(StripeIO(b"", _FRAME, 1, slot), result)
     if found is not None:
         return ACCEPTED if isinstance(found, bytes) else found.name.lower(), found
     error = error_in(result, connection)

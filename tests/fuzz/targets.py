@@ -26,8 +26,8 @@ from lmcache_redis.chunks.names import key_stem, parse_stripe_key, stripe_key
 from lmcache_redis.compat.custom_types import IPCCacheEngineKey
 from lmcache_redis.errors import FormatError, RedisError, RedisProtocolError
 from lmcache_redis.resp.bulk import End
+from lmcache_redis.resp.codecs import StripeIO, codec_of
 from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of
-from lmcache_redis.resp.transfers import verify
 from lmcache_redis.seal import Opened, SealKeys
 from lmcache_redis.tiers import ReadOutcome
 from tests.fuzz.mutation import Mutator
@@ -136,7 +136,8 @@ def _run_header(data: bytes, mutator: Mutator) -> str:
             own[SEAL_AT:] = data[SEAL_AT:HEADER_BYTES]
         assert own == data[:HEADER_BYTES]
     failure = (End.OTHER_LENGTH, 0, data)
-    verdict = verify(frame, index, failure, memoryview(b""), is_sealed=is_sealed)
+    codec = codec_of(_SEAL_KEYS if is_sealed else None)
+    verdict = codec.judge(StripeIO(b"", frame, index, memoryview(b"")), failure)
     assert isinstance(verdict, ReadOutcome)
     try:
         header = describe_header(data)

@@ -49,6 +49,7 @@ def test_steps_overlap_and_answers_are_those_of_synchronous_ones(
     assert answers["synchronous"] == answers["asynchronous"] == answers["loaded"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cache", ["none", "on", "off"])
 def test_resets_succeed_while_a_step_is_in_flight(
     cache: str, model_dir: Path, tmp_path: Path, agent: AgentServer, prompts: Prompts

@@ -16,7 +16,7 @@ from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import Prompts
 from tests.matrix.models import write_adapter, write_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 OPTIONS = {
     "dtype": "bfloat16",

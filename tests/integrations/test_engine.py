@@ -43,6 +43,10 @@ class Executor:
     def is_sleeping(self) -> bool:
         return bool(self.sleeping_tags)
 
+    @is_sleeping.setter
+    def is_sleeping(self, value: bool) -> None:
+        """vLLM before 0.31 sets it beside the tags."""
+
     def sleep(self, level: int = 1) -> None:
         VllmExecutor.sleep(self, level)  # type: ignore[arg-type]
 

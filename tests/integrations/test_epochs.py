@@ -106,6 +106,7 @@ def test_weights_are_reloaded_in_a_running_engine(
         assert weights.ask(two, 0) == 0
 
 
+@pytest.mark.long
 def test_pauses_snapshots_and_weights_written_past_every_call(
     weights: Weights, agent: AgentServer, tmp_path: Path
 ) -> None:
@@ -146,6 +147,7 @@ def test_pauses_snapshots_and_weights_written_past_every_call(
         assert weights.ask(engine, 0) == 3 * CHUNK
 
 
+@pytest.mark.long
 def test_the_same_weights_again_and_nothing_left_of_others(
     weights: Weights, agent: AgentServer, redis_server: RedisServer, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from tests.integrations.router import Router
 from tests.integrations.test_vllm import CHUNK, start
 from tests.servers import RedisServer, stripe_keys
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 HOST, REDIS = ("CPU", "LOCAL"), ("STORAGE", "REMOTE")

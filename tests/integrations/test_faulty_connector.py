@@ -13,7 +13,7 @@ from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import OPTIONS, Prompts
 from tests.integrations.test_vllm import CHUNK, ready
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from tests.harness import AgentServer
 from tests.integrations.conftest import Prompts
 from tests.integrations.test_vllm import CHUNK, start
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 RANK, HIDDEN, LAYERS = 8, 256, 4
 

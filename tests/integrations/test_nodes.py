@@ -18,7 +18,7 @@ from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import OPTIONS, Prompts
 from tests.servers import RedisServer
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 CHUNK = 256

@@ -15,7 +15,7 @@ from tests.integrations.sibling import BROUGHT_TOKENS, FIRST_TOKEN, beside
 from tests.integrations.test_lora import RANK, write_adapter
 from tests.integrations.test_vllm import CHUNK, ready, start
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integrations.soak import FAULTS, TOGETHER, soak_family
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 CALM = [False] * 4

@@ -17,7 +17,7 @@ from tests.integrations.conftest import OPTIONS, Prompts, make_model
 from tests.integrations.test_lora import RANK, write_adapter
 from tests.integrations.test_vllm import CHUNK, ready, start
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 PATCH = {PATCH_VARIABLE: str(Path(__file__).with_name("swaps.py"))}
 LORA = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": RANK}

@@ -219,6 +219,7 @@ engine._STEPS["traced"] = traced
 """
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_spans_of_a_real_engine_are_siblings(
     model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts

@@ -307,6 +307,7 @@ def test_whatever_fails_the_answers_stay_right(
     assert "Traceback" not in agent.log
 
 
+@pytest.mark.long
 def test_preempted_requests_and_a_small_block_pool(
     plain: ForkedEngine, model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
 ) -> None:

@@ -14,7 +14,7 @@ from tests.integrations.conftest import OPTIONS, Prompts
 from tests.scraping import samples_in
 from tests.servers import RedisServer, wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 CHUNK = 128
 

@@ -37,11 +37,11 @@ from lmcache_redis.resp.bulk import (
     StripeFailure,
     error_in,
 )
+from lmcache_redis.resp.codecs import Plain, StripeIO
 from lmcache_redis.resp.lanes import Mover, NativeMover
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.net.wire import PING_COMMAND
-from lmcache_redis.resp.transfers import verify
 from lmcache_redis.tiers import ReadOutcome
 
 # In place of a SET that was sent.
@@ -412,7 +412,8 @@ def test_a_flipped_bit_in_the_payload(lanes: Lanes, at: int, checksums: bool) ->
         assert result == STORE_ID
         return
     assert failure_of(result)[0] == End.MISMATCH
-    assert verify(FRAME, 0, failure_of(result), memoryview(slot)) is ReadOutcome.CORRUPT
+    stripe = StripeIO(b"", FRAME, 0, memoryview(slot))
+    assert Plain().judge(stripe, failure_of(result)) is ReadOutcome.CORRUPT
 
 
 @pytest.mark.parametrize("nbytes", [1, 3, 16, 240, 241])
@@ -428,7 +429,8 @@ def test_short_payloads(lanes: Lanes, nbytes: int) -> None:
     lanes.servers[0].sendall(reply_with(value))
     slot = bytearray(nbytes)
     result = lanes.load_one(to_load(1, slot, frame))
-    found = result if isinstance(result, bytes) else verify(frame, 1, result, memoryview(slot))
+    stripe = StripeIO(b"", frame, 1, memoryview(slot))
+    found = result if isinstance(result, bytes) else Plain().judge(stripe, result)
     assert found == STORE_ID
     assert slot == payload
 

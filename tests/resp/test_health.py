@@ -28,11 +28,12 @@ from lmcache_redis.resp import RedisOptions, health
 from lmcache_redis.resp.control import Controller
 from lmcache_redis.resp.health import DataServer, Health, RepeatedLines
 from lmcache_redis.resp.jobs import Jobs, TaskQueue
+from lmcache_redis.resp.lanes import BulkWorker
 from lmcache_redis.resp.net.advice import SILENT
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.resp.sources import Doubt
-from lmcache_redis.resp.transfers import Reader
+from lmcache_redis.resp.transfers import Gets
 from lmcache_redis.tiers import CallOutcome, Operation, PlaneState, WriteOutcome
 from tests.resp.helpers import SLOW_S, open_streams
 from tests.resp.trickling import LyingServer
@@ -433,10 +434,10 @@ def test_sentences_do_not_fill_the_memory() -> None:
 # ------------------------------------------------------------------- workers
 
 
-class Serving(Reader):
+class Serving(BulkWorker):
     def __init__(self, prober: Prober) -> None:
         self.served: list[Connection] = []
-        super().__init__("get-0", prober, TaskQueue(), 1)
+        super().__init__("get-0", prober, TaskQueue(), 1, Gets(prober))
 
     def serve(self, connection: Connection) -> bool:
         assert connection.is_open

@@ -289,11 +289,17 @@ ONE_GOES_BACK = [
     Event(frozenset([1]), None, Doubt.NONE, 2),
     Event(frozenset([1]), (0, None, ""), Doubt.NONE, 1),
 ]
+A_NEWER_DOUBT_BESIDE_AN_OLDER_EPOCH = [
+    Event(frozenset([0]), (2, 1, ""), Doubt.NONE, 1),
+    Event(frozenset([0, 2]), (2, 0, ""), Doubt.NONE, 1),
+    Event(frozenset([0]), (2, 2, "s_down"), Doubt.NONE, 1),
+]
 MAPS = [map_of(*NODES[:6], half=half) for half in (1, 2, 3, 4)]
 
 
 @given(st.lists(events(), max_size=20), chances, st.booleans())
 @example(ONE_GOES_BACK, 1, False)
+@example(A_NEWER_DOUBT_BESIDE_AN_OLDER_EPOCH, 0, False)
 def test_random_histories(history: list[Event], seed: int, is_cluster: bool) -> None:
     sources = Sources(NODES[:6], not is_cluster, random.Random(seed))
     world = World(sources)

@@ -13,18 +13,19 @@ from xxhash import xxh3_64_intdigest
 from lmcache_redis.chunks.frame import HEADER_BYTES, add_checksums
 from lmcache_redis.resp import RedisOptions, health
 from lmcache_redis.resp.bulk import End
+from lmcache_redis.resp.codecs import Found, Plain, StripeIO
 from lmcache_redis.resp.failures import Failures
 from lmcache_redis.resp.jobs import Jobs, TaskQueue
+from lmcache_redis.resp.lanes import BulkWorker
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import parse_deployment
-from lmcache_redis.resp.transfers import Read, Write, Writer, place, verify
+from lmcache_redis.resp.transfers import Read, Sets, Write
 from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, WriteOutcome
 from tests.resp.helpers import Chunk, open_streams, read, running, wait_until, write
 from tests.resp.proxy import Proxy
 from tests.resp.trickling import Answer, LyingServer
 from tests.servers import RedisServer
 
-Found = ReadOutcome | bytes
 GOOD: Found = b"a" * 16
 OTHER: Found = b"b" * 16
 GONE, BAD = ReadOutcome.INCOMPLETE, ReadOutcome.CORRUPT
@@ -72,7 +73,7 @@ def test_a_value_that_was_received_apart_is_judged_as_any_other(index: int) -> N
         None: ReadOutcome.INCOMPLETE,
     }.items():
         into = Chunk(1, 250, 100)
-        assert place(into.io(), index, value, None) == expected
+        assert Plain().place(StripeIO.of(into.io(), index), value) == expected
         into.check_guards()
         if value == good:
             assert into.slots[index] == good[HEADER_BYTES:]
@@ -124,7 +125,8 @@ def header_of(number: int) -> bytes:
 )
 def test_only_a_damaged_header_of_ours_is_corrupt(value: bytes, outcome: ReadOutcome) -> None:
     failure = (End.OTHER_LENGTH, 0, value)
-    assert verify(Chunk(1, 300, 100).frame, 0, failure, memoryview(b"")) is outcome
+    stripe = StripeIO(b"", Chunk(1, 300, 100).frame, 0, memoryview(b""))
+    assert Plain().judge(stripe, failure) is outcome
 
 
 # ------------------------------------------------------------------- writing
@@ -152,7 +154,7 @@ def new_write(stripes: int, number: int = 1) -> Write:
 def acknowledge(jobs: Jobs, job: Write) -> None:
     jobs.begin_all([(job,)])
     with jobs.lock:
-        is_due = job.acknowledged()
+        is_due = job.ended(1, b"")
     if is_due:
         job.put_first()
 
@@ -168,8 +170,8 @@ def test_stripe_0_is_queued_without_the_lock() -> None:
 
     job.nodes = (Node(),) * 2
     jobs.begin_all([(job,)])
-    writer = SimpleNamespace(_jobs=jobs, _acknowledged=set())
-    Writer._succeeded(writer, [((job, 1), b"")])  # type: ignore[arg-type]
+    writer = SimpleNamespace(_jobs=jobs, _transfers=Harness().stores)
+    BulkWorker._end(writer, [((job, 1), b"")])  # type: ignore[arg-type]
     assert job.nodes[0].indexes == [0]
 
 
@@ -200,25 +202,27 @@ class Harness:
         self.jobs = Jobs()
         nodes = DataNodes(parse_deployment(options), options, self.jobs)
         self.node = DataNode(nodes.deployment.server, nodes, 1)
-        self.writer = Writer("set-0", self.node, TaskQueue(), 4)
+        self.stores = Sets(self.node)
+        self.writer = BulkWorker("set-0", self.node, TaskQueue(), 4, self.stores)
 
 
 def test_no_connection_is_added_while_a_chunk_is_half_stored() -> None:
     """Whatever the number of chunks."""
-    writer = Harness().writer
+    harness = Harness()
+    writer, stores = harness.writer, harness.stores
     half = [new_write(2, number) for number in range(100)]
     tasks = [((job, 1), b"") for job in half]
-    assert writer._may_widen
+    assert stores.may_widen
     for task in tasks:
-        writer._succeeded([task])
-    assert writer._acknowledged == set(half)
-    assert not writer._may_widen
+        writer._end([task])
+    assert stores._acknowledged == set(half)
+    assert not stores.may_widen
     for task in tasks[1:]:
-        writer._succeeded([task])
-    assert not writer._may_widen
-    assert writer._acknowledged == {half[0]}
-    writer._succeeded(tasks[:1])
-    assert writer._may_widen
+        writer._end([task])
+    assert not stores.may_widen
+    assert stores._acknowledged == {half[0]}
+    writer._end(tasks[:1])
+    assert stores.may_widen
 
 
 # ------------------------------------------------------------- lying servers

@@ -351,7 +351,7 @@ def _short_conv(fields: Fields) -> Layer:
 
 
 def _every(number: int, other: str, **more: Any) -> dict[str, Any]:
-    """One full layer in so many, the last of them."""
+    """One full layer in each group of this size: the last one."""
     return {"every": number, "other_layers": other, **more}
 
 

@@ -1,6 +1,6 @@
 """The `lm://` server: LMCache's TCP protocol on top of a cache.
 
-One asyncio loop owns the cache (`lmcache_redis.compat.objects`), all connections and all decisions.
+One asyncio loop owns the cache (`lmcache_redis.objects.cache`), all connections and all decisions.
 
 config      settings
 wire        between messages of the protocol and the cache: keys and metadata

@@ -45,8 +45,8 @@ from lmcache_redis.compat.lm_wire import (
     command_and_length,
     unpacked_request,
 )
-from lmcache_redis.compat.objects import HeldChunk, ObjectCache
 from lmcache_redis.errors import FormatError
+from lmcache_redis.objects.cache import HeldChunk, ObjectCache
 
 _COUNTED = {int(each): f"requests_{each.name.lower()}" for each in ClientCommand}
 _SILENCE_S = 10.0

@@ -11,13 +11,13 @@ import time
 
 from lmcache_redis import __version__
 from lmcache_redis.cache.threads import Action, Timer
-from lmcache_redis.compat.backends.storage import in_memory, in_redis, on_disk, open_cache
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.compat.gateway.server import Gateway
-from lmcache_redis.compat.objects import DEFAULT_SPARE_BYTES, HeapMemory, ObjectCache
 from lmcache_redis.config import parse_address
 from lmcache_redis.metrics import PREFIX
 from lmcache_redis.metrics.exporter import OwnerCollector, serve_metrics
+from lmcache_redis.objects.cache import DEFAULT_SPARE_BYTES, HeapMemory, ObjectCache
+from lmcache_redis.objects.storage import in_memory, in_redis, on_disk, open_cache
 from lmcache_redis.processes import raise_descriptor_limit
 from lmcache_redis.resp import RedisOptions, RedisPlane
 

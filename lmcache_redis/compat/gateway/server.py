@@ -27,9 +27,9 @@ from lmcache_redis import __version__
 from lmcache_redis.compat.gateway.config import GatewayConfig, Network, parse_listen, parse_networks
 from lmcache_redis.compat.gateway.connection import ClientConnection, QuietLog, Room, Shared
 from lmcache_redis.compat.gateway.stream import ClientStream
-from lmcache_redis.compat.objects import ObjectCache
 from lmcache_redis.errors import ConfigError, StartError
 from lmcache_redis.metrics.exporter import gauge, labelled
+from lmcache_redis.objects.cache import ObjectCache
 from lmcache_redis.processes import free_descriptors
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 A key text is `model@world_size@worker_id@chunk_hash@dtype`, then `@layer_id` for one layer's
 part of a chunk, then any number of `@tag%value`. Earlier versions of LMCache begin it with `fmt@`
 and leave out the dtype. LMCache writes a hash of type bytes as hex, and an int in base 16 without
-leading zeros: perhaps with an odd number of digits, or a minus.
+leading zeros; it may have an odd number of digits, or a minus.
 
 In an ObjectKey the model name is the key text with another hash field, so nothing is lost:
 
@@ -58,7 +58,7 @@ def object_key_of(text: str) -> ObjectKey:
     if not text.isprintable() or text != text.strip():
         raise FormatError(f"a key text is printable, without spaces around it: {text!r:.200}")
     if len(text.encode("utf-8")) > MAX_KEY_LENGTH:
-        raise FormatError(f"a key text of more than {MAX_KEY_LENGTH} bytes")
+        raise FormatError(f"a key text has more than {MAX_KEY_LENGTH} bytes")
     match = KEY_TEXT.fullmatch(text)
     if (
         match is None
@@ -73,7 +73,9 @@ def object_key_of(text: str) -> ObjectKey:
     is_bytes = BYTES_HASH.fullmatch(chunk_hash) is not None
     packed = bytes.fromhex(chunk_hash) if is_bytes else chunk_hash.encode("ascii")
     if len(packed) > MAX_HASH_BYTES:  # a LIST could not say the text
-        raise FormatError(f"a hash of {len(packed)} bytes; a key text has {MAX_HASH_BYTES} at most")
+        raise FormatError(
+            f"a hash has {len(packed)} bytes, {MAX_HASH_BYTES} at most fit a key text"
+        )
     return ObjectKey(
         packed,
         _with_hash(match, "" if is_bytes else _TEXT_HASH),
@@ -90,7 +92,7 @@ def key_text_of(key: ObjectKey) -> str:
         text = _with_hash(match, as_text if match["chunk_hash"] else key.chunk_hash.hex())
         if object_key_of(text) == key:
             return text
-    raise FormatError(f"the key of a chunk that no key text names: {key!r:.200}")
+    raise FormatError(f"no key text names the chunk {key!r:.200}")
 
 
 def _with_hash(match: re.Match[str], chunk_hash: str) -> str:

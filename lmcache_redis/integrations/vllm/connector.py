@@ -259,7 +259,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
 
     @guarded(nothing)
     def _before_reset(self, engine: Engine) -> None:
-        """vLLM resets its prefix cache: no transfer of ours is a reason against it."""
+        """vLLM resets its prefix cache: our transfers must not block it."""
         given_up = {**self._loading, **self._loaded}
         # All of them first: an error of the scheduler's part leaves no block to the reset.
         for request in given_up.values():

@@ -7,7 +7,7 @@ collective_rpc        every update of weights by vLLM goes through it; `paramete
 set_weight_version    names the weights
 _reset_caches         empties vLLM's caches for a pause, and calls what resets its prefix cache
 sleep, wake_up        of the executor: at level 2 the weights are thrown away
-add_lora              reads an adapter, perhaps hours before its first request
+add_lora              reads an adapter, hours before its first request if vLLM preloads it
 shutdown              ends its workers first, and is killed if that takes 5 s
 reset_prefix_cache    of the block pool (`watch_resets`): whoever asks for a reset, it ends there
 get_new_blocks        of the block pool (`watch_new_blocks`): whoever allocates, it comes from there
@@ -125,7 +125,7 @@ class Engine:
         return needs.KV_CACHE_MANAGER.of(self._scheduler())
 
     def is_paused(self) -> bool:
-        """Whether vLLM is paused, perhaps asleep."""
+        """Whether vLLM is paused or asleep."""
         return bool(needs.PAUSE_STATE.of(self._scheduler()))
 
     def deferred_blocks(self) -> list[KVCacheBlock]:

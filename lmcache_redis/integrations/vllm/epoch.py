@@ -80,7 +80,7 @@ class Epochs:
         return self._named(named_epoch(weights_id))
 
     def weights_have_version(self, version: str) -> bool:
-        """The caller of vLLM has named the weights in memory, perhaps as another run does."""
+        """The caller of vLLM has named the weights in memory. Another run may use that name."""
         if self._run is None:
             return self._settle(self._read())
         return self._named(version_epoch(self._run, version))

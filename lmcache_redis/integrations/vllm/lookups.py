@@ -43,7 +43,7 @@ class PrefixLookups:
         self._wait_budget_s = _IDLE_WAIT_S  # what this step may still wait
 
     def step_scheduled(self, prompt_tokens: int, *, idle: bool) -> None:
-        """The engine computes so many tokens of prompts; idle: it runs no model."""
+        """The engine computes a step with these tokens of prompts. idle: it runs no model."""
         self._canaries.computed(prompt_tokens)
         self.prefill.scheduled(prompt_tokens, time.monotonic())
         self._wait_budget_s = _IDLE_WAIT_S if idle else _BUSY_WAIT_S

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 # Steps with fewer prompt tokens say nothing about prefill speed.
 _LEAST_TOKENS = 64
-# Those with fewer take about as long as with so many: a GPU reads its weights in each step.
+# Steps with fewer tokens take about as long: a GPU reads its weights in each step.
 _LARGE_TOKENS = 512
 _KEPT_STEPS = 5
 
@@ -67,7 +67,7 @@ class PrefillRate:
         return in_flight_s + self.begun.left_tokens() * self.token_s
 
     def scheduled(self, prompt_tokens: int, now_s: float) -> None:
-        """A step is scheduled, with so many prompt tokens."""
+        """A step with this number of prompt tokens is scheduled."""
         self._scheduled.append((prompt_tokens, now_s))
 
     def ended(self, now_s: float) -> None:
@@ -78,7 +78,7 @@ class PrefillRate:
         self._last_end_s = now_s
 
     def failed(self, now_s: float, *, in_flight: int) -> None:
-        """Steps were lost, and the one behind them has ended: so many are still in flight."""
+        """Steps were lost, and the one behind them has ended. in_flight: those left."""
         while len(self._scheduled) > in_flight:
             self._scheduled.popleft()
         self._last_end_s = now_s

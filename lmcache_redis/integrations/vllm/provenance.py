@@ -59,7 +59,7 @@ class BlockProvenance:
         self._known.clear()
 
     def begins(self, tracked: Tracked, blocks: Blocks, computed_tokens: int) -> None:
-        """A request begins, or resumes, behind so many tokens: how many of them are known?"""
+        """A request begins, or resumes, behind computed tokens: are their blocks known?"""
         if tracked.prefix is None:
             return
         origin, prefix = tracked.origin, tracked.prefix

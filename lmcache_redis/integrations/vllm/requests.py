@@ -126,7 +126,7 @@ class Tracked:
 
     prefix: of the names of its chunks; None if it is not cached. considered_chunks: leading chunks
     for which a store was planned or ruled out. matched: vLLM knows the number of tokens to load,
-    and has not allocated blocks since. started: vLLM has allocated blocks for it, perhaps before a
+    and has not allocated blocks since. started: vLLM has allocated blocks for it, also before a
     preemption. loading: its load, until that has ended. computes: the rest, without another lookup.
     """
 

@@ -371,7 +371,7 @@ class ConnectorScheduler:
         return any(not each.loading and name in loads for name, each in self._tracked.items())
 
     def _plan_store(self, tracked: Tracked, computed_tokens: int) -> list[Planned]:
-        """The stores of what this step completes. computed_tokens: are in blocks after it."""
+        """The stores that this step completes. computed_tokens: in blocks after the step."""
         request, chunk_tokens = tracked.request, self._track(tracked.request).chunk_tokens
         tokens = self._fill(tracked, computed_tokens)
         if not chunk_tokens or tokens // chunk_tokens <= tracked.considered_chunks:

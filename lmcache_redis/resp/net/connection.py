@@ -30,6 +30,7 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
+from lmcache_redis.processes import NamedThread
 from lmcache_redis.resp.net.endpoint import (
     Endpoint,
     Transport,
@@ -160,7 +161,7 @@ class Connection:
             self.close()
 
     def send(self, requests: Iterable[bytes], replies: int) -> None:
-        """Send packed commands that have so many replies.
+        """Send packed commands, and expect this number of replies.
 
         The server works on the first while `requests` makes the next.
         """
@@ -377,7 +378,7 @@ class Connector:
         self.drop()
 
     def drop(self) -> None:
-        """Fail the connections that there are."""
+        """Close all open connections."""
         for connection in list(self._connections):
             connection.abort()
 
@@ -454,7 +455,7 @@ class _NameLookUp:
     """A look-up on a thread of its own. Those who wait for it share what it finds."""
 
     def __init__(self, resolve: Callable[[int], list[Address]]) -> None:
-        self.thread = threading.Thread(target=self._run, name="redis-name", daemon=True)
+        self.thread = NamedThread("redis-name", self._run)
         self._resolve = resolve
         self._given_up_at = time.monotonic() + _LONGEST_NAME_S
         self._done = threading.Event()

@@ -171,7 +171,7 @@ class ReplyBuffer:
             notEnoughData=_INCOMPLETE,
         )
         self._fed_bytes = self._elements = 0  # since the last complete reply
-        self._head = b""  # of an array, perhaps: its length has not arrived
+        self._head = b""  # of a reply that may be an array: its length has not arrived
         self._early: list[Reply] = []  # replies before the head of an array
 
     @property

@@ -18,8 +18,8 @@ from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.compat.gateway.main import LoopOwner, open_objects
 from lmcache_redis.compat.gateway.server import Gateway
 from lmcache_redis.compat.gateway.wire import object_key_of
-from lmcache_redis.compat.objects import HeapMemory, ObjectCache
 from lmcache_redis.metrics import Metrics
+from lmcache_redis.objects.cache import HeapMemory, ObjectCache
 from lmcache_redis.tiers import (
     REDIS_COUNTERS,
     Backing,

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.compat.backends.redis_tiers import wait_until
 from tests.compat.gateway.wire import GET, KEY, Client, header
+from tests.objects.redis_tiers import wait_until
 from tests.scraping import get, port_in, samples_in, undocumented
 from tests.servers import RedisServer
 

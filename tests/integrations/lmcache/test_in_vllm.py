@@ -15,7 +15,7 @@ from tests.engines import PATCH_VARIABLE, ForkedEngine, empty
 from tests.integrations.conftest import OPTIONS, Prompts
 from tests.servers import RedisServer, stripe_keys, wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 CHUNK = 256

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lmcache_redis.processes import NamedThread
+
 logger = logging.getLogger("vllm.lmcache_redis")
 
 # Path of an adapter, and whether its format is "3D".
@@ -123,7 +125,7 @@ class _LookingThread:
             if self._runs:
                 return
             self._runs = True
-        threading.Thread(target=self._run, name="adapter files", daemon=True).start()
+        NamedThread("adapter files", self._run).start()
 
     def _run(self) -> None:
         while True:

@@ -56,7 +56,7 @@ _WHOLE_BYTES = 4 << 20
 _SAMPLE_BYTES = 4096
 _SAMPLE_EVERY_BYTES = 8 << 20  # of a tensor, besides the three samples of each
 _MAX_HEADER_BYTES = 1 << 30
-# What a header that is none, or none that can be believed, raises.
+# The errors of a missing or implausible header.
 _BAD_TABLE = (
     ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
 )  # fmt: skip

@@ -17,10 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
-from lmcache_redis.compat.backends import ChunkBackend, in_memory, in_redis, on_disk
 from lmcache_redis.errors import FormatError
-from tests.compat.backends.redis_tiers import SLOT
-from tests.compat.backends.samples import (
+from lmcache_redis.objects import ChunkBackend, in_memory, in_redis, on_disk
+from tests.objects.redis_tiers import SLOT
+from tests.objects.samples import (
     FLUSH_S,
     Buffers,
     key_of,
@@ -327,7 +327,7 @@ def test_nothing_is_allocated_for_a_miss(backend: ChunkBackend) -> None:
 def test_what_is_no_key_and_no_chunk_is_told(backend: ChunkBackend) -> None:
     wrong: Any = "key"
     for call in (backend.get, backend.contains, backend.remove):
-        with pytest.raises(FormatError, match="str has no model_name"):
+        with pytest.raises(FormatError, match="a key is an ObjectKey, not str"):
             call(wrong)
     with pytest.raises(FormatError, match="a key is an ObjectKey"):
         backend.put(wrong, tensor_of(1, (8,)))

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lmcache_redis.compat.backends import in_memory
-from lmcache_redis.compat.backends.backend import CacheThread
+from lmcache_redis.objects import in_memory
+from lmcache_redis.objects.backend import CacheThread
 
 WAIT_S = 10.0
 

@@ -15,14 +15,14 @@ import torch
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkNames
-from lmcache_redis.compat.backends import ChunkBackend, in_memory, in_redis, on_disk
-from lmcache_redis.compat.backends import backend as backends
 from lmcache_redis.errors import ConfigError, FormatError, NotListed
+from lmcache_redis.objects import ChunkBackend, in_memory, in_redis, on_disk
+from lmcache_redis.objects import backend as backends
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.tiers import ReadOutcome
-from tests.compat.backends.conftest import OpenDisk
-from tests.compat.backends.redis_tiers import SLOT, plane_of, wait_until
-from tests.compat.backends.samples import Buffers, key_of, same, tensor_of
+from tests.objects.conftest import OpenDisk
+from tests.objects.redis_tiers import SLOT, plane_of, wait_until
+from tests.objects.samples import Buffers, key_of, same, tensor_of
 from tests.servers import RedisServer
 
 ROOM = 128 << 20

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.compat.backends import backend as backends
 from lmcache_redis.errors import FormatError
+from lmcache_redis.objects import backend as backends
 from lmcache_redis.resp import RedisOptions
-from tests.compat.backends.redis_tiers import SLOT, plane_of, tier, wait_until
-from tests.compat.backends.samples import key_of, same, tensor_of
+from tests.objects.redis_tiers import SLOT, plane_of, tier, wait_until
+from tests.objects.samples import key_of, same, tensor_of
 from tests.resp.proxy import Proxy, Stall
 from tests.servers import RedisServer
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lmcache_redis.compat.backends import ChunkBackend, in_redis
+from lmcache_redis.objects import ChunkBackend, in_redis
 from lmcache_redis.resp import RedisPlane
 from tests.resp.helpers import open_streams
 from tests.servers import RedisServer

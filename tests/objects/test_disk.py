@@ -7,8 +7,8 @@ import pytest
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.errors import ConfigError
 from tests.cache.disk.directory import FILE_BYTES
-from tests.compat.backends.conftest import OpenDisk
-from tests.compat.backends.samples import (
+from tests.objects.conftest import OpenDisk
+from tests.objects.samples import (
     FLUSH_S,
     Buffers,
     fill,

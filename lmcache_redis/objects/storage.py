@@ -12,10 +12,10 @@ from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.threads import Owner
 from lmcache_redis.chunks.frame import FINGERPRINT_BYTES
 from lmcache_redis.chunks.names import ChunkNames
-from lmcache_redis.compat.objects import HeapMemory, ObjectCache
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.metrics import Metrics
+from lmcache_redis.objects.cache import HeapMemory, ObjectCache
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS, Backing
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lmcache_redis.cache.disk.tier import DiskTier
-from lmcache_redis.compat.backends import ChunkBackend, in_memory, in_redis, on_disk, storage
-from tests.compat.backends.redis_tiers import wait_until
-from tests.compat.backends.samples import fill, key_of, same, tensor_of
+from lmcache_redis.objects import ChunkBackend, in_memory, in_redis, on_disk, storage
+from tests.objects.redis_tiers import wait_until
+from tests.objects.samples import fill, key_of, same, tensor_of
 from tests.servers import RedisServer
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from lmcache_redis.cache.disk.files import ChunkFiles
 from lmcache_redis.chunks.frame import ChunkFrame
-from lmcache_redis.compat.backends import ChunkBackend, backend, on_disk
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.objects import ChunkBackend, backend, on_disk
 from tests.cache.disk.directory import files_in
-from tests.compat.backends.conftest import OpenDisk
-from tests.compat.backends.redis_tiers import wait_until
-from tests.compat.backends.samples import get_raw, key_of, metadata_of
+from tests.objects.conftest import OpenDisk
+from tests.objects.redis_tiers import wait_until
+from tests.objects.samples import get_raw, key_of, metadata_of
 
 
 class Gate:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from lmcache_redis.chunks.metadata import RemoteMetadata
-from lmcache_redis.compat.backends import ChunkBackend, in_memory
 from lmcache_redis.errors import ConfigError, FormatError
-from tests.compat.backends.samples import Buffers, fill, held, key_of, metadata_of, same, tensor_of
+from lmcache_redis.objects import ChunkBackend, in_memory
+from tests.objects.samples import Buffers, fill, held, key_of, metadata_of, same, tensor_of
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from lmcache_redis.cache.cache import Cache
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkNames
-from lmcache_redis.compat.objects import Found, HeapMemory, HeldChunk, ObjectCache
 from lmcache_redis.errors import FormatError
+from lmcache_redis.objects.cache import Found, HeapMemory, HeldChunk, ObjectCache
 from lmcache_redis.tiers import (
     DISK_COUNTERS,
     REDIS_COUNTERS,

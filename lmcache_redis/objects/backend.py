@@ -1,7 +1,7 @@
 """`ChunkBackend`: blocking calls to an `ObjectCache` that a thread of each backend owns.
 
-A backend keeps chunks by key, each with its `RemoteMetadata`, which describes its bytes. Keys are
-`ObjectKey`s, or LMCache's (`compat.cache_engine_key`). The byte calls copy payloads, on the
+A backend keeps chunks by `ObjectKey`, each with its `RemoteMetadata`, which describes its bytes.
+The byte calls copy payloads, on the
 caller's thread, between the cache's memory and the caller's buffers. The tensor calls allocate the
 buffers, and copy no tensor on the CPU.
 
@@ -11,7 +11,7 @@ disk fails, or because a chunk does not fit: then a put stores nothing and retur
 is a miss. Misuse raises: FormatError for a key or a chunk without an encoding, ValueError for wrong
 buffers of `allocate`, RuntimeError after `close`, and in a process that was forked since.
 
-Single flight, promotion and the order of the changes of a key are the cache's (`compat.objects`).
+Single flight, promotion and the order of the changes of a key are the cache's (`objects.cache`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
-from lmcache_redis.compat.backends.buffers import (
+from lmcache_redis.errors import FormatError, LMCacheRedisError, NotListed
+from lmcache_redis.objects.buffers import (
     Allocate,
     TensorAllocation,
     byte_views,
     copy,
     encoded,
 )
-from lmcache_redis.compat.backends.storage import ChunkStorage, open_cache
-from lmcache_redis.compat.cache_engine_key import AnyKey, object_key_of
-from lmcache_redis.compat.objects import HeapMemory, HeldChunk
-from lmcache_redis.errors import FormatError, LMCacheRedisError, NotListed
-from lmcache_redis.processes import check_not_forked
+from lmcache_redis.objects.cache import HeapMemory, HeldChunk
+from lmcache_redis.objects.storage import ChunkStorage, open_cache
+from lmcache_redis.processes import NamedThread, check_not_forked
 from lmcache_redis.resp import RedisPlane
 from lmcache_redis.tiers import Done
 
@@ -84,7 +83,7 @@ class CacheThread:
         self._calls: set[Future[Any]] = set()
         self._has_ended = False
         self.is_closed = False
-        self._thread = threading.Thread(target=self._run, name="lmcr-cache", daemon=True)
+        self._thread = NamedThread("lmcr-cache", self._run)
         self._thread.start()
 
     @property
@@ -201,7 +200,7 @@ class ChunkBackend:
 
     def put_bytes(
         self,
-        key: AnyKey,
+        key: ObjectKey,
         metadata: RemoteMetadata,
         payload: Sequence[memoryview],
         blocking: bool = True,
@@ -216,7 +215,7 @@ class ChunkBackend:
         put = self._begin_put(key, metadata, payload, blocking)
         return put is not None and (not blocking or self._is_stored(put))
 
-    def get_bytes(self, key: AnyKey, allocate: Allocate) -> RemoteMetadata | None:
+    def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
         """Load a chunk into the buffers that `allocate` returns; None is a miss.
 
         `allocate` is called at most once, on this thread. After a miss the buffers' contents are
@@ -225,26 +224,26 @@ class ChunkBackend:
         deadline = self._deadline()
         return self._copied(self._held(self._begin_get(key, deadline), deadline), allocate)
 
-    def contains(self, key: AnyKey) -> bool:
+    def contains(self, key: ObjectKey) -> bool:
         """Whether a get would most likely find the chunk. Does not count as a use."""
         return self.batched_contains([key])[0]
 
-    def batched_contains(self, keys: Iterable[AnyKey]) -> list[bool]:
+    def batched_contains(self, keys: Iterable[ObjectKey]) -> list[bool]:
         """`contains` for each, all asked at once."""
-        checked, deadline = [object_key_of(key) for key in keys], self._deadline()
+        checked, deadline = [self._object_key(key) for key in keys], self._deadline()
         calls: list[Future[bool]] = [
             self._thread.call(partial(self._objects.contains, key, deadline)) for key in checked
         ]
         return [_result(call, deadline, False) for call in calls]
 
-    def remove(self, key: AnyKey) -> bool:
+    def remove(self, key: ObjectKey) -> bool:
         """Remove a chunk and drop a queued put of it; return whether there was one.
 
         Whatever is stored under the key is removed, even if not a chunk. Also False if the backend
         does not answer in time: the chunk may then still exist.
         """
         deadline = self._deadline()
-        remove = partial(self._objects.remove, object_key_of(key), deadline)
+        remove = partial(self._objects.remove, self._object_key(key), deadline)
         call: Future[bool] = self._thread.call(remove)
         return _result(call, deadline, False)
 
@@ -280,17 +279,17 @@ class ChunkBackend:
 
     # -------------------------------------------------------------- tensors
 
-    def put(self, key: AnyKey, kv_chunk: torch.Tensor, blocking: bool = True) -> bool:
+    def put(self, key: ObjectKey, kv_chunk: torch.Tensor, blocking: bool = True) -> bool:
         """Store a tensor of one to eight dimensions, without a batch dimension. See `put_bytes`."""
         return self.put_bytes(key, *encoded(kv_chunk), blocking)
 
-    def get(self, key: AnyKey) -> torch.Tensor | None:
+    def get(self, key: ObjectKey) -> torch.Tensor | None:
         """The chunk as a tensor in new memory on `dst_device`; None is a miss."""
         deadline = self._deadline()
         return self._tensor(self._held(self._begin_get(key, deadline), deadline))
 
     def batched_put(
-        self, keys_and_chunks: Iterable[tuple[AnyKey, torch.Tensor]], blocking: bool = True
+        self, keys_and_chunks: Iterable[tuple[ObjectKey, torch.Tensor]], blocking: bool = True
     ) -> int:
         """`put` for each; return how many were stored or, without blocking, accepted.
 
@@ -312,7 +311,7 @@ class ChunkBackend:
             count += sum([self._is_stored(put) for put in begun])
         return count
 
-    def batched_get(self, keys: Iterable[AnyKey]) -> Iterator[torch.Tensor | None]:
+    def batched_get(self, keys: Iterable[ObjectKey]) -> Iterator[torch.Tensor | None]:
         """`get` for each, in order: each is yielded when it is loaded, while the next are loaded.
 
         If the iterator is abandoned, loads in flight end without it.
@@ -345,19 +344,29 @@ class ChunkBackend:
 
     # ---------------------------------------------------------------- calls
 
+    def _object_key(self, key: Any) -> ObjectKey:
+        """Of what a caller names a chunk by. Raises FormatError."""
+        if not isinstance(key, ObjectKey):
+            raise FormatError(f"a key is an ObjectKey, not {type(key).__name__}")
+        return key
+
     def _deadline(self) -> float:
         """The deadline of a call that starts now."""
         return time.monotonic() + self._thread.deadline_s
 
     def _begin_put(
-        self, key: AnyKey, metadata: RemoteMetadata, payload: Sequence[memoryview], blocking: bool
+        self,
+        key: ObjectKey,
+        metadata: RemoteMetadata,
+        payload: Sequence[memoryview],
+        blocking: bool,
     ) -> _Put | None:
         """Copies the payload and begins its writes. None: it is refused, and nothing changes."""
         deadline = self._deadline()
         if not metadata.length:
             raise FormatError("a chunk has at least one byte")
         views = byte_views(payload, metadata.length, "the payload")
-        object_key, objects, nbytes = object_key_of(key), self._objects, metadata.length
+        object_key, objects, nbytes = self._object_key(key), self._objects, metadata.length
 
         def reserve(done: Done[HeldChunk | None]) -> None:
             pool, tiers = objects.cache.pool, self._tiers
@@ -380,8 +389,8 @@ class ChunkBackend:
     def _is_stored(self, put: _Put) -> bool:
         return _result(put.ended, put.deadline, False) or put.nbytes <= self._memory_bytes
 
-    def _begin_get(self, key: AnyKey, deadline: float) -> Future[HeldChunk | None]:
-        return self._thread.call(partial(self._objects.get, object_key_of(key), deadline))
+    def _begin_get(self, key: ObjectKey, deadline: float) -> Future[HeldChunk | None]:
+        return self._thread.call(partial(self._objects.get, self._object_key(key), deadline))
 
     def _held(self, get: Future[HeldChunk | None], deadline: float) -> HeldChunk | None:
         return _result(get, deadline, None, self._thread.release)

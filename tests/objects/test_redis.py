@@ -17,11 +17,11 @@ import torch
 
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.names import parse_stripe_key
-from lmcache_redis.compat.backends import ChunkBackend, in_redis
 from lmcache_redis.errors import ConfigError, NotListed
+from lmcache_redis.objects import ChunkBackend, in_redis
 from lmcache_redis.resp import RedisOptions
-from tests.compat.backends.redis_tiers import SLOT, stripes_in, tier, wait_until
-from tests.compat.backends.samples import key_of, same, tensor_of
+from tests.objects.redis_tiers import SLOT, stripes_in, tier, wait_until
+from tests.objects.samples import key_of, same, tensor_of
 from tests.servers import RedisServer, server_binaries
 from tests.topologies import running_cluster
 
@@ -303,7 +303,7 @@ def test_settings_that_make_no_sense() -> None:
 @pytest.mark.servers
 def test_importing_tiers_brings_neither_torch_nor_redis() -> None:
     code = (
-        "import sys; from lmcache_redis.compat.backends import *; "
+        "import sys; from lmcache_redis.objects import *; "
         "print([name for name in ('torch', 'redis') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.compat.backends import ChunkBackend, on_disk
+from lmcache_redis.objects import ChunkBackend, on_disk
 
 OpenDisk = Callable[..., ChunkBackend]
 

@@ -9,7 +9,7 @@ import torch
 
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata, torch_dtype
-from lmcache_redis.compat.backends import ChunkBackend
+from lmcache_redis.objects import ChunkBackend
 
 FLUSH_S = 30.0
 

@@ -13,8 +13,8 @@ from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.names import ChunkNames
-from lmcache_redis.compat.objects import Found, HeapMemory, ObjectCache
 from lmcache_redis.metrics import Metrics
+from lmcache_redis.objects.cache import Found, HeapMemory, ObjectCache
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.tiers import (
     DISK_COUNTERS,
@@ -25,7 +25,7 @@ from lmcache_redis.tiers import (
     Tier,
 )
 from tests.cache.played import run_until
-from tests.compat.test_objects import key_of, metadata_of
+from tests.objects.test_objects import key_of, metadata_of
 from tests.servers import RedisServer
 
 STRIPE_BYTES = 4096

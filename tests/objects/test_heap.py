@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmcache_redis.cache.pool import Entry, HostPool
-from lmcache_redis.compat.objects import LEAST_REUSED_BYTES, HeapMemory
 from lmcache_redis.native.madvise import address_of
+from lmcache_redis.objects.cache import LEAST_REUSED_BYTES, HeapMemory
 from tests.cache.auditing import audit
 
 MIB = 1 << 20
