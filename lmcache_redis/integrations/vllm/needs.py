@@ -8,7 +8,9 @@ the vLLM of the process when a connector is made, tests/matrix/test_needs.py wit
 What is elsewhere: the settings that an identity digests (`identity.pairs`, with a test of their
 own), and vLLM's interfaces: the connector's, the tier's, configs and requests.
 
-How the engine is found without one: `making`.
+Where vLLM has an interface by now, it is used first: it hands over its manager of blocks and takes
+failed loads by request from 0.30 on, and says that it sleeps from 0.33 on. None tells of pauses, of
+new weights or of whose connector it makes: `making` sees the engine made.
 """
 
 from __future__ import annotations
