@@ -417,6 +417,7 @@ def test_an_engine_whose_parameters_cannot_be_read(
     core.epochs._read = Engine(None, core.played.scheduler).parameters  # it was not seen
     assert core.reset_prefix_cache()
     assert core.epochs.is_own
+    assert "VLLM_PLUGINS must not leave out lmcache_redis" in caplog.text
     assert "check_weights" in caplog.text
 
 

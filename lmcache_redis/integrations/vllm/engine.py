@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+from lmcache_redis.errors import Unsupported
 from lmcache_redis.integrations.vllm import making, needs
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.identity.lora import AdaptersInMemory
@@ -118,7 +119,9 @@ class Engine:
 
     def in_workers(self, function: Callable[[Any], _T]) -> list[_T]:
         """What a function of a module returns for each rank's worker, in order of the ranks."""
-        return list(needs.EXECUTOR_RPC.of(self._executor())(function))
+        if (executor := self._executor()) is None:
+            raise Unsupported(making.NOT_SEEN)
+        return list(needs.EXECUTOR_RPC.of(executor)(function))
 
     def kv_cache_manager(self) -> Any:
         """None before the scheduler has made it."""
