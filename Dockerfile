@@ -9,7 +9,7 @@
 #   uv pip compile pyproject.toml --extra seal --python-version 3.12 --no-header --no-annotate \
 #     --python-platform x86_64-manylinux_2_28 --upgrade -o deploy/constraints.txt
 
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0.dev0
 ARG REVISION=unknown
 ARG PYTHON_TAG=3.12.12-slim-bookworm
 ARG VLLM_TAG=v0.32.0

@@ -115,6 +115,21 @@ def data_plane(
 
 
 @app.command()
+def against(
+    base: Annotated[str | None, typer.Option(help="Default: the last tag, or a week ago.")] = None,
+    rounds: RoundsOption = 3,
+    json: JsonOption = None,
+) -> None:
+    """This checkout beside another commit, in turns. Fails if a figure is slower in each round."""
+    from benchmarks import against as benchmark
+
+    commit, rows = benchmark.run(base, rounds)
+    _report(f"speed beside {commit}: ratios by round, above 1 is faster", rows, json)
+    if any(row["slower"] for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command()
 def lookup(rounds: RoundsOption = 200, json: JsonOption = None) -> None:
     """A lookup's round trip through the agent, and the agent's start and memory."""
     from benchmarks import lookups as benchmark

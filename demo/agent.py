@@ -31,8 +31,8 @@ class AgentFailed(LMCacheRedisError):
 class AgentServer:
     """`lmcache-redis agent` with some settings. A context manager: ready on entry, ended on exit.
 
-    settings: names and values of ``AgentConfig``; a None is left out. ``start_seconds`` is the
-    time from starting the process to its first answer.
+    settings: names and values of ``AgentConfig``; a None is left out, a True is a flag.
+    ``start_seconds`` is the time from starting the process to its first answer.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class AgentServer:
         """Starts the process; does not wait until it answers."""
         words = ["agent"]
         for name, value in self._settings.items():
-            words += [] if value is None else [option_name(name), str(value)]
+            if value is not None:
+                words += [option_name(name), *([] if value is True else [str(value)])]
         self._process = self._spawn(words)
         return self
 

@@ -77,9 +77,9 @@ def variables() -> dict[str, str]:
 
 
 def filled_in(query: str, rate_interval: str) -> str:
-    """A query for all nodes and models, whose whole time is one interval."""
+    """A query for all that can be chosen, whose whole time is one interval."""
     query = re.sub(r"\$__(rate_interval|range)\b", rate_interval, query)
-    return re.sub(r"\$(node|model)\b", ".*", query)
+    return re.sub(r"\$(namespace|cache|node|model)\b", ".*", query)
 
 
 def find(program: str) -> str | None:
@@ -110,21 +110,23 @@ class Prometheus:
     """A server on 127.0.0.1 that scrapes ``targets`` (ADDRESS:PORT). A context manager.
 
     directory: of its files. interval: between scrapes, and between evaluations of ``alerts``, the
-    text of a rules file.
+    text of a rules file. labels: of all that is scraped.
     """
 
     directory: Path
     targets: Sequence[str]
     interval: str = "1s"
     alerts: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def __enter__(self) -> Prometheus:
         self.directory.mkdir(parents=True, exist_ok=True)
+        scraped = {"targets": [*self.targets], "labels": dict(self.labels)}
         config = {
             "global": {"scrape_interval": self.interval, "evaluation_interval": self.interval},
-            "scrape_configs": [{"job_name": JOB, "static_configs": [{"targets": [*self.targets]}]}],
+            "scrape_configs": [{"job_name": JOB, "static_configs": [scraped]}],
             "rule_files": ["alerts.yml"] if self.alerts else [],
         }
         # JSON is YAML.

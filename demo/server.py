@@ -46,7 +46,8 @@ class Streamed:
 class ApiServer:
     """vLLM's server with the connector. A context manager: ready on entry, ended on exit.
 
-    endpoint: the agent's. words: further options of the server. log_path: of its output.
+    endpoint: the agent's. words: further options of the server. log_path: of its output. port: it
+    listens there.
     settings: the connector's, which may be changed before the start.
     """
 
@@ -59,13 +60,13 @@ class ApiServer:
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.log_path = log_path
-        port = free_port()
+        self.port = free_port()
         self.settings: dict[str, Any] = {"endpoint": endpoint}
         self._words = ["--model", str(model_dir), "--served-model-name", _MODEL]
-        self._words += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", *words]
+        self._words += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager", *words]
         self._env = {**engine_environment(), **(env or {})}
         self._client = OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1",
+            base_url=f"http://127.0.0.1:{self.port}/v1",
             api_key="none",
             timeout=_ANSWER_S,
             max_retries=0,

@@ -39,12 +39,23 @@ def row(parameter: Any) -> str:
     names = " ".join(f"`{each}`" for each in [*parameter.opts, *parameter.secondary_opts])
     if parameter.param_type_name == "argument":
         names = f"`{parameter.name.upper()}`"
+    text = getattr(parameter, "help", None) or ""
+    # That of a setting ends in [env: NAME; default: VALUE].
+    found = re.search(r"[;\[] ?default: (.*)\]$", text)
+    if found:
+        text = f"{text[: found.start()].rstrip()}{']' if found[0][0] == ';' else ''}"
+    return f"| {names} | {cell(found[1] if found else shown(parameter))} | {cell(text)} |"
+
+
+def shown(parameter: Any) -> str:
     default = getattr(parameter, "show_default", None)
     if not isinstance(default, str):
-        default = parameter.default if isinstance(parameter.default, (int, float, str)) else ""
-    if isinstance(default, bool) or default is None:
-        default = ""
-    return f"| {names} | {cell(str(default))} | {cell(getattr(parameter, 'help', None) or '')} |"
+        default = getattr(parameter.default, "value", parameter.default)
+    if isinstance(default, bool):
+        return "off"
+    if isinstance(default, (int, float, str)) and default != "":
+        return str(default)
+    return "required" if parameter.required else "none"
 
 
 def cell(text: str) -> str:

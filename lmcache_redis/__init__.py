@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncKVStore", "KVStore", "RedisOptions"]
 
 # `pyproject.toml` reads the version here.
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 
 def __getattr__(name: str) -> Any:

@@ -17,8 +17,15 @@ from typing import Any
 
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.processes import memory_limit_bytes
-from lmcache_redis.settings import check_all, check_between, option_name, setting, settings_of
+from lmcache_redis.settings import (
+    check_all,
+    format_size,
+    option_name,
+    setting,
+    settings_of,
+)
 from lmcache_redis.sources import Given, meant
+from lmcache_redis.tenants import parse_limits
 
 _PORT = re.compile(r"0|[1-9][0-9]{0,4}")
 
@@ -31,6 +38,7 @@ _SERVICE_DIRECTORY = Path("/run/lmcache-redis")
 MIN_SLOT_BYTES = 4096
 # With a header of 512 bytes a value stays just under 1 MiB, a size class of Redis's allocator.
 DEFAULT_SLOT_BYTES = (1 << 20) - 4096
+_BESIDE_SLOTS_BYTES = 4096  # of a pool
 # Why these values: docs/internals/decisions.md.
 DEFAULT_GET_CONNECTIONS = 4
 DEFAULT_SET_CONNECTIONS = 4
@@ -219,7 +227,13 @@ class AgentConfig(TierSettings):
         "memory of the host pool, a hard limit",
         lambda: machine_share(4 << 30),
         shown="4GiB, at most a quarter of the memory",
-        between=(MIN_SLOT_BYTES + 4096, 1 << 50),
+        between=(MIN_SLOT_BYTES + _BESIDE_SLOTS_BYTES, 1 << 50),
+    )
+    warm_bytes: int = setting(
+        "fill this much of a new host pool with the chunks that Redis uses most, once an engine is "
+        "registered, behind all loads; 0: none",
+        0,
+        (0, 1 << 50),
     )
     slot_bytes: int = setting(
         "slot size and maximum payload of a stripe; the same on all agents of one Redis",
@@ -269,6 +283,13 @@ class AgentConfig(TierSettings):
     )
     ttl_s: int = setting("seconds until a stored chunk expires; 0: never", 0, (0, MAX_TTL_S))
     ttl_refresh: bool = setting("restart a chunk's TTL when it is loaded", False)
+    tenant_bytes: str | None = setting(
+        "how much each tenant may write to Redis within the TTL, or within a day without one; "
+        "*=SIZE: each other tenant",
+        None,
+        form="NAME=SIZE",
+        repeatable=True,
+    )
     copy_threads: int = setting(
         "threads that copy into blocks, and as many out of them, for each GPU, and for CPU engines",
         2,
@@ -292,6 +313,15 @@ class AgentConfig(TierSettings):
         1000,
         (0, 1_000_000_000),
     )
+    expose_requests: bool = setting(
+        "serve ids of requests at --metrics: /why.json, and the last misses of the page", False
+    )
+    store_after: int = setting(
+        "write a chunk to Redis and disk once this number of requests has named it; before, only "
+        "the host pool keeps it",
+        1,
+        (1, 255),
+    )
     record: str | None = setting(
         "file to record names, sizes and times of chunks in, for `lmcache-redis plan`; no tokens",
         None,
@@ -306,13 +336,27 @@ class AgentConfig(TierSettings):
     def __post_init__(self) -> None:
         TierSettings.__post_init__(self)
         check_endpoint(self.endpoint)
-        check_between("pool_bytes", self.pool_bytes, self.slot_bytes + 4096, 1 << 50)
+        _check_slot_fits(self.slot_bytes, self.pool_bytes)
         check_redis(self)
+        if self.tenant_bytes is not None:
+            parse_limits(self.tenant_bytes)
 
     @property
     def write_queue_limit_bytes(self) -> int:
         """``write_queue_bytes``, resolved."""
         return self.pool_bytes // 2 if self.write_queue_bytes is None else self.write_queue_bytes
+
+
+def _check_slot_fits(slot_bytes: int, pool_bytes: int) -> None:
+    """Raises ``ConfigError``, which begins with the option that is not at its default."""
+    if pool_bytes < slot_bytes + _BESIDE_SLOTS_BYTES:
+        slot, pool = format_size(slot_bytes), format_size(pool_bytes)
+        given = f"--slot-bytes is {slot}, and --pool-bytes {pool}"
+        if slot_bytes == DEFAULT_SLOT_BYTES:
+            given = f"--pool-bytes is {pool}, and --slot-bytes {slot}"
+        raise ConfigError(
+            f"{given}: the pool must hold a slot, and {format_size(_BESIDE_SLOTS_BYTES)} more"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,10 @@ class NotListed(LMCacheRedisError):
     """Not all names could be listed; the message says why."""
 
 
+class Closed(LMCacheRedisError, RuntimeError):
+    """A call after `close`."""
+
+
 class WireError(LMCacheRedisError):
     """The peer of a ZeroMQ socket broke the protocol."""
 

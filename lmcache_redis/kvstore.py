@@ -8,8 +8,9 @@
 
 What is stored is checked on the way back, so a get returns what was put or nothing. While the
 server cannot be reached, or refuses them, calls end: a put is False, a get is None, and `why_down`
-says why. `names` raises then: it never returns a part of the list. Wrong arguments raise, as does
-everything after `close`.
+says why. `names` raises then: it never returns a part of the list. Wrong arguments raise
+FormatError or ConfigError, tensors ConfigError where there is no torch, and everything raises
+Closed after `close`.
 
 A process that is forked may use the stores that it inherits: each opens connections, threads and a
 memory of its own at the next call.
@@ -39,9 +40,14 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES, ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
-from lmcache_redis.errors import FormatError
+from lmcache_redis.errors import Closed, FormatError
 from lmcache_redis.objects import ChunkBackend, in_memory, in_redis
-from lmcache_redis.objects.buffers import Allocate, TensorAllocation
+from lmcache_redis.objects.buffers import (
+    Allocate,
+    TensorAllocation,
+    byte_view,
+    require_torch,
+)
 from lmcache_redis.processes import name_in_kernel
 from lmcache_redis.resp import RedisOptions
 
@@ -59,7 +65,14 @@ _THREADS = 16
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counts of a store since it was made: of gets, and of puts. not_stored: dropped or failed."""
+    """Counts of a store since it was made.
+
+    Attributes:
+        hits: Gets that found something.
+        misses: Gets that did not.
+        stored: Puts.
+        not_stored: Puts that were dropped, or failed.
+    """
 
     hits: int = 0
     misses: int = 0
@@ -68,14 +81,17 @@ class StoreStats:
 
 
 class KVStore:
-    """See the module. Thread-safe.
+    """Tensors and bytes by name, in Redis or Valkey. Thread-safe.
 
-    redis: a URL, also redis+sentinel:// and redis+cluster://, or options with one. namespace:
-    stores of one namespace share what is in it; any text. memory_bytes: also keep that much in the
-    memory of this process, the last used first. device: where tensors are placed, "cpu" or a CUDA
-    device. deadline_s: of each call, and of each step of an iteration.
+    Args:
+        redis: A URL, also redis+sentinel:// and redis+cluster://, or options with one.
+        namespace: Any text. Stores of one namespace share what is in it.
+        memory_bytes: Also keep that much in the memory of this process, the last used first.
+        device: Where tensors are placed, "cpu" or a CUDA device.
+        deadline_s: Of each call, and of each step of an iteration.
 
-    Raises ConfigError if the URL names no server or a number is impossible.
+    Raises:
+        ConfigError: The URL names no server, or a number is impossible.
     """
 
     def __init__(
@@ -102,10 +118,10 @@ class KVStore:
 
     @property
     def _backend(self) -> ChunkBackend:
-        """Raises RuntimeError after `close`."""
+        """Raises Closed."""
         with self._lock:
             if self._is_closed:
-                raise RuntimeError("the store is closed")
+                raise Closed("the store is closed")
             if self._opened is None:
                 self._opened = self._open()
             return self._opened
@@ -123,6 +139,7 @@ class KVStore:
 
     def get(self, name: str) -> torch.Tensor | None:
         """The tensor, in memory of its own, or None. Raises FormatError for what is no tensor."""
+        require_torch()
         allocation = TensorAllocation()
 
         def allocate(metadata: RemoteMetadata) -> Sequence[memoryview] | None:
@@ -136,7 +153,7 @@ class KVStore:
 
     def put_bytes(self, name: str, data: Buffer) -> bool:
         """Store the bytes of a contiguous buffer: bytes, a NumPy array, an `mmap`."""
-        view = memoryview(data)
+        view = byte_view(data, "what is put")
         metadata = RemoteMetadata(view.nbytes, [], [], MemoryFormat.BINARY_BUFFER)
         return self._count_put(self._backend.put_bytes(self._key_of(name), metadata, [view]))
 
@@ -154,13 +171,15 @@ class KVStore:
     def get_into(self, name: str, buffer: Buffer) -> int | None:
         """Load the bytes to the start of a writable buffer; how many they are, or None.
 
-        Raises ValueError if they are more than fit. A miss leaves the buffer undefined.
+        Raises FormatError if they are more than fit. A miss leaves the buffer undefined.
         """
-        view = memoryview(buffer).cast("B")
+        view = byte_view(buffer, "what is loaded into")
+        if view.readonly:
+            raise FormatError("the buffer to load into is read-only: a bytearray is not")
 
         def allocate(metadata: RemoteMetadata) -> list[memoryview]:
             if metadata.length > view.nbytes:
-                raise ValueError(
+                raise FormatError(
                     f"{name!r} has {metadata.length} bytes; the buffer has {view.nbytes}"
                 )
             return [view[: metadata.length]]
@@ -178,6 +197,8 @@ class KVStore:
 
     def put_many(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Store several, some of them at the same time; how many are stored."""
+        if not isinstance(tensors, Mapping):
+            raise FormatError(f"put_many takes tensors by name, not a {type(tensors).__name__}")
         pairs = [(self._key_of(name), tensor) for name, tensor in tensors.items()]
         stored = self._backend.batched_put(pairs)
         self._count("stored", stored)
@@ -186,7 +207,8 @@ class KVStore:
 
     def get_many(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Each name in order with its tensor, or None, while the next ones are loaded."""
-        asked = list(names)
+        require_torch()
+        asked = _listed(names)
         loads = self._backend.batched_get(map(self._key_of, asked))
         for name, tensor in zip(asked, loads, strict=True):
             self._count("misses" if tensor is None else "hits")
@@ -194,7 +216,7 @@ class KVStore:
 
     def exists_many(self, names: Iterable[str]) -> list[bool]:
         """`exists` of each, all asked at once."""
-        return self._backend.batched_contains(map(self._key_of, names))
+        return self._backend.batched_contains(map(self._key_of, _listed(names)))
 
     def names(self) -> list[str]:
         """What this namespace has, in any order. Looks at all keys of the server.
@@ -235,12 +257,13 @@ class KVStore:
 
     def _key_of(self, name: str) -> ObjectKey:
         """Raises FormatError."""
-        if not isinstance(name, str) or not 1 <= len(name.encode()) <= MAX_HASH_BYTES:
+        encoded = name.encode(errors="replace") if isinstance(name, str) else b""
+        if not 1 <= len(encoded) <= MAX_HASH_BYTES or encoded.decode() != name:
             raise FormatError(
                 f"a name is text of 1 to {MAX_HASH_BYTES} bytes of UTF-8, not {name!r:.80}: "
                 "use a digest for longer ones"
             )
-        return ObjectKey(name.encode(), self.namespace, _RANK)
+        return ObjectKey(encoded, self.namespace, _RANK)
 
     def _load(self, name: str, allocate: Allocate) -> RemoteMetadata | None:
         metadata = self._backend.get_bytes(self._key_of(name), allocate)
@@ -254,6 +277,13 @@ class KVStore:
     def _count(self, counter: str, count: int = 1) -> None:
         with self._lock:
             self._counts[counter] += count
+
+
+def _listed(names: Iterable[str]) -> list[str]:
+    """Raises FormatError for one name, whose letters are none."""
+    if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
+        raise FormatError(f"names are a list of names, not {names!r:.80}")
+    return list(names)
 
 
 def _in_thread(
@@ -272,14 +302,19 @@ def _in_thread(
 
 
 class AsyncKVStore:
-    """A `KVStore` for asyncio: the same arguments, and the same calls as coroutines.
-
-    async with AsyncKVStore("redis://cache.example:6379", "llama-8b") as store:
-        await store.put("prompt-17", tensor)
-        async for name, tensor in store.get_many(names):
-            ...
+    """A `KVStore` for asyncio: the same calls as coroutines.
 
     A call that is cancelled goes on in the background until its deadline.
+
+        async with AsyncKVStore("redis://cache.example:6379", "llama-8b") as store:
+            await store.put("prompt-17", tensor)
+            async for name, tensor in store.get_many(names):
+                ...
+
+    Args:
+        redis: As of a `KVStore`.
+        namespace: As of a `KVStore`.
+        named: The other arguments of a `KVStore`.
     """
 
     def __init__(self, redis: str | RedisOptions, namespace: str = "default", **named: Any) -> None:

@@ -118,8 +118,9 @@ from lmcache_redis.chunks.names import Reach
 from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.handles import StorageHandle as StorageHandle  # a field type below
 from lmcache_redis.device.layout import KVLayout
+from lmcache_redis.tenants import MOST_LETTERS
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAGIC = b"LMCR-MP"
 PREAMBLE = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 << 20
@@ -142,6 +143,8 @@ Ticket = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 # Text that the agent keeps for a peer is bounded.
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
+# Whose request it is (`tenants`); empty: nobody's.
+Tenant = Annotated[str, msgspec.Meta(max_length=MOST_LETTERS)]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -212,7 +215,8 @@ AllRemoteParts = Annotated[tuple[RemoteParts, ...], msgspec.Meta(max_length=MAX_
 class Lookup(Message, frozen=True, tag="LOOKUP"):
     """Asks how many leading chunks are cached, and loads what a hit needs into the host pool.
 
-    ``first_chunk``: how many chunks the engine has before them. ``remote``: the parts of workers
+    ``first_chunk``: how many chunks the engine has before them. ``before``: these, if ``WELCOME``
+    has a ``store_after`` above 1. ``remote``: the parts of workers
     that are registered with other agents, which must be in Redis. ``token_s``: seconds in which the
     engine computes a prompt token; chunks that are slower to load are left out, and none for 0.
     ``busy_s``: seconds in which it computes the rest of the prompts that it has begun. ``begun``:
@@ -227,6 +231,8 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
     token_s: TokenSeconds = 0.0
     busy_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
     begun: tuple[Name, ...] = ()
+    before: Hashes = ()
+    tenant: Tenant = ""
 
 
 class Watch(Message, frozen=True, tag="WATCH"):
@@ -248,6 +254,7 @@ class Store(Message, frozen=True, tag="STORE"):
     lease_ns: int
     after: Ticket | None = None
     group: Number = 0
+    tenant: Tenant = ""
 
 
 class Compare(Store, frozen=True, tag="COMPARE"):
@@ -270,6 +277,7 @@ class Retrieve(Message, frozen=True, tag="RETRIEVE"):
     lease_ns: int
     after: Ticket | None = None
     group: Number = 0
+    tenant: Tenant = ""
 
 
 class HoldStores(Message, frozen=True, tag="HOLD_STORES"):
@@ -348,7 +356,8 @@ class Ping(Message, frozen=True, tag="PING"):
 class Welcome(Message, frozen=True, tag="WELCOME"):
     """Answers ``HELLO``. ``agent_start_time`` is field 22 of /proc/PID/stat, in clock ticks.
 
-    ``canary_every``: one hit in this many is compared instead of loaded; 0: none.
+    ``canary_every``: one hit in this many is compared instead of loaded; 0: none. ``store_after``:
+    chunks are written once this number of requests has named them.
     """
 
     agent_id: str
@@ -358,6 +367,7 @@ class Welcome(Message, frozen=True, tag="WELCOME"):
     lookup_deadline_s: float
     package_version: str
     canary_every: int = 0
+    store_after: int = 1
 
 
 class ChunkSize(Message, frozen=True, tag="CHUNK_SIZE"):

@@ -65,6 +65,7 @@ class Setting:
 
     between: the least and the greatest value. shown: the default as users read it. form: what the
     help shows for the value. secret: only its variable sets it. reloadable: SIGHUP may change it.
+    repeatable: an option may be given again; a file and a variable have commas between the values.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Setting:
     choices: tuple[str, ...] = ()
     secret: bool = False
     reloadable: bool = False
+    repeatable: bool = False
 
     @property
     def option(self) -> str:
@@ -86,7 +88,7 @@ class Setting:
     @property
     def is_size(self) -> bool:
         """In bytes, which users may write as 4GiB."""
-        return self.name.endswith(("_bytes", "_size"))
+        return self.kind == "int" and self.name.endswith(("_bytes", "_size"))
 
     @property
     def variable(self) -> str:
@@ -142,7 +144,7 @@ class Setting:
                 f"{self.option} is {value!r}: choose one of {', '.join(self.choices)}"
             )
         elif type(value).__name__ != self.kind:
-            what = "true or false" if self.kind == "bool" else f"a {self.kind}"
+            what = _KINDS[self.kind][1] or "text"
             raise ConfigError(f"{self.option} is {value!r}: write {what}")
 
     def schema(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,11 @@ from typing import Any, TypeVar
 
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.settings import PREFIX, Setting, option_name, settings_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 _Config = TypeVar("_Config")
 
@@ -52,13 +58,14 @@ def given(config: type[Any], options: Mapping[str, Any]) -> Given:
     known = settings_of(config)
     path = options.get("config")
     # From the lowest precedence to the highest.
-    found = {} if path is None else {n: (t, p) for n, t, p in _lines(path, known)}
+    found = {} if path is None else {n: (t, p) for n, t, p in _file(path, known)}
     for name, each in known.items():
         # What a file was read into, as by Kubernetes, may end with a line's end.
         if text := os.environ.get(each.variable, "").rstrip("\r\n"):
             found[name] = (text, each.variable)
-        if options.get(name) is not None:
-            found[name] = (options[name], each.option)
+        if options.get(name) not in (None, []):
+            option = options[name]
+            found[name] = (",".join(option) if each.repeatable else option, each.option)
     values, places = {}, {name: place for name, (_, place) in found.items()}
     try:
         for name, (value, _) in found.items():
@@ -68,19 +75,10 @@ def given(config: type[Any], options: Mapping[str, Any]) -> Given:
     return Given(values, places)
 
 
-def _lines(path: str, known: Mapping[str, Setting]) -> Iterator[tuple[str, str, str]]:
-    """Name, text and place of the settings in a file. Raises ``ConfigError``.
-
-    A line is ``name = value``, named as the option without its dashes. ``#`` begins a comment at
-    the beginning of a line and behind a space::
-
-        # /etc/lmcache-redis/agent.conf
-        redis-url = redis://cache.example:6379
-        pool-bytes = 16GiB  # of 64
-        ttl-refresh = true
-    """
+def _file(path: str, known: Mapping[str, Setting]) -> Iterator[tuple[str, Any, str]]:
+    """Name, value and place of the settings in a file. Raises ``ConfigError``."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"--config {path} cannot be read ({error.strerror}): name another file"
@@ -91,19 +89,45 @@ def _lines(path: str, known: Mapping[str, Setting]) -> Iterator[tuple[str, str, 
         ) from error
     options = {each.option[2:]: each.name for each in known.values() if not each.secret}
     seen = set()
-    for number, line in enumerate(lines, start=1):
-        option, equals, text = (part.strip() for part in _COMMENT.sub("", line).partition("="))
-        if not option and not equals:
-            continue
-        where = f"line {number} of {path}"
-        if not equals:
-            raise ConfigError(f"{where}: write NAME = VALUE")
+    for option, value, where in (_toml if path.endswith(".toml") else _lines)(text, path):
         if option not in options:
             raise ConfigError(f"{where}: there is no setting {option!r}{meant(option, options)}")
         if option in seen:
             raise ConfigError(f"{where}: {option} is set twice")
         seen.add(option)
-        yield options[option], text, f"{where}: {option}"
+        yield options[option], value, f"{where}: {option}"
+
+
+def _lines(text: str, path: str) -> Iterator[tuple[str, str, str]]:
+    """Option, text and line.
+
+    A line is ``name = value``, named as the option without its dashes. ``#`` begins a comment at
+    the beginning of a line and behind a space::
+
+        # /etc/lmcache-redis/agent.conf
+        redis-url = redis://cache.example:6379
+        pool-bytes = 16GiB  # of 64
+        ttl-refresh = true
+    """
+    for number, line in enumerate(text.splitlines(), start=1):
+        option, equals, value = (part.strip() for part in _COMMENT.sub("", line).partition("="))
+        where = f"line {number} of {path}"
+        if not equals and option:
+            raise ConfigError(f"{where}: write NAME = VALUE")
+        if equals:
+            yield option, value, where
+
+
+def _toml(text: str, path: str) -> Iterator[tuple[str, Any, str]]:
+    """Option, value and line. A size is text or a number of bytes."""
+    try:
+        found = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--config {path} is no TOML: {error}") from None
+    lines = [line.partition("=")[0].strip(" \t\"'[]") for line in text.splitlines()]
+    for option, value in found.items():
+        where = f"line {lines.index(option) + 1} of {path}" if option in lines else path
+        yield option, value, where
 
 
 def meant(word: str, words: Iterable[str]) -> str:

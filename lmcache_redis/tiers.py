@@ -126,6 +126,16 @@ class KeysResult(NamedTuple):
     keys: Sequence[bytes]
 
 
+class NumbersResult(NamedTuple):
+    """numbers: under each key in order, 0 where there is none; None: not known. Empty unless DONE.
+
+    Of a key with an amount: None: the amount may not have been added.
+    """
+
+    outcome: CallOutcome
+    numbers: Sequence[int | None] = ()
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class ChunkIO:
     """One chunk to read into slots, or to write from them.
@@ -391,6 +401,19 @@ DISK_COUNTERS = TierCounters(
 )
 
 
+class Account(Protocol):
+    """What tenants have in a tier. Called on the owner's thread. tenant: empty: nobody."""
+
+    def admits(self, tenant: str) -> bool:
+        """Whether chunks of the tenant are written. Cheap: called for every chunk."""
+
+    def dropped(self, tenant: str, chunks: int) -> None:
+        """So many are not, because it does not."""
+
+    def stored(self, tenant: str, nbytes: int) -> None:
+        """A chunk of so many bytes was written, which the tier did not have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Backing:
     """A tier of a cache.
@@ -404,3 +427,4 @@ class Backing:
     write_limit_bytes: int
     ask_timeout_s: float = 1.0
     refresh_every_s: float = 60.0
+    account: Account | None = None

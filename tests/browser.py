@@ -33,9 +33,9 @@ class Browser:
             pytest.skip("no Chromium: run `apt-get install chromium-headless-shell`")
         return Browser(found, directory)
 
-    def dom(self, url: str) -> str:
-        """The document as the browser has it."""
-        return self._run("--dump-dom", url)
+    def dom(self, url: str, size: tuple[int, int] = (1180, 1400)) -> str:
+        """The document as the browser has it, after its scripts."""
+        return self._run("--dump-dom", f"--window-size={size[0]},{size[1]}", url)
 
     @contextmanager
     def open(self, url: str) -> Iterator[None]:

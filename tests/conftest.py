@@ -29,6 +29,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.absent import (  # noqa: F401
+    pytest_fixture_setup,
+    pytest_pycollect_makemodule,
+    pytest_pyfunc_call,
+)
 from tests.servers import RedisServer
 
 # Until the tests are collected: a quarter of the imports' time.

@@ -10,9 +10,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from demo import agent
 from lmcache_redis.client.registering import CacheGroup
@@ -20,6 +18,9 @@ from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import RetrieveTransfer, TransferOp, WorkerClient
 from tests.forks import Forked
 from tests.servers import wait_until as wait_until
+
+if TYPE_CHECKING:
+    import torch  # tests of the agent alone run without it
 
 # What only a hang reaches: the machine may run several test runs at once.
 WAIT_S = 60.0
@@ -118,6 +119,7 @@ class Engine:
     """
 
     block_size_tokens = 16
+    tenant = ""  # of the requests from now on
 
     def __init__(
         self,
@@ -127,13 +129,16 @@ class Engine:
         layers: int = 3,
         num_blocks: int = 48,
         width: int = 64,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         world_size: int = 1,
         identity: dict[str, str] | None = None,
         wait: bool = True,
         agent_dead_after_s: float = 1.5,
         **scheduler: Any,
     ) -> None:
+        import torch
+
+        dtype = dtype or torch.float32
         engine_id = uuid.uuid4().hex
         self.num_blocks = num_blocks
         endpoints = [endpoint] * world_size if isinstance(endpoint, str) else endpoint
@@ -174,6 +179,8 @@ class Engine:
         self, rank: int, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
         """The KV cache of a rank, all zero."""
+        import torch
+
         return {name: torch.zeros(shape, dtype=dtype) for name in names}
 
     def wait_ready(self, timeout_s: float = WAIT_S) -> float:
@@ -184,6 +191,9 @@ class Engine:
         )
 
     def randomize(self, block_ids: Sequence[int]) -> None:
+        """The bytes of these blocks."""
+        import torch
+
         for caches in self.caches:
             for tensor in caches.values():
                 fresh = torch.rand((len(block_ids), *tensor.shape[1:]))
@@ -201,7 +211,7 @@ class Engine:
         self, hashes: Sequence[bytes], block_ids: Sequence[int], skip_first_n_tokens: int = 0
     ) -> TransferOp:
         skip_blocks = skip_first_n_tokens // self.block_size_tokens
-        return TransferOp([*block_ids], self.chunks(hashes), skip_blocks)
+        return TransferOp([*block_ids], self.chunks(hashes), skip_blocks, tenant=self.tenant)
 
     def store(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Stores, and waits until no block is read any more."""
@@ -237,7 +247,8 @@ class Engine:
         """Tokens that the agent holds for the request, after a step in which workers report."""
         self.scheduler.ranks.reported({rank: w.place for rank, w in enumerate(self.workers)})
         names = self.chunks(hashes)[first_chunk:]
-        self.scheduler.begin_lookup(request_id, names, first_chunk=first_chunk, token_s=token_s)
+        how = {"token_s": token_s, "tenant": self.tenant}
+        self.scheduler.begin_lookup(request_id, names, first_chunk=first_chunk, **how)
         deadline_s = time.monotonic() + WAIT_S
         while time.monotonic() < deadline_s:
             tokens = self.scheduler.hit_tokens(request_id, wait_s=0.05)

@@ -23,6 +23,13 @@ def get(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
+def head(port: int, path: str) -> tuple[int, int, bytes]:
+    """The status, the length that is said, and the body, which is empty."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method="HEAD")
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return answer.status, int(answer.headers["Content-Length"]), answer.read()
+
+
 def samples_in(text: str) -> Samples:
     """Values by name and labels' values in the order of their names; without buckets."""
     return {

@@ -12,6 +12,7 @@ import pytest
 
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import (
+    DEFAULT_SLOT_BYTES,
     ENDPOINT_VARIABLE,
     SEAL_KEY_FILE_VARIABLE,
     AgentConfig,
@@ -143,8 +144,14 @@ def test_bounds_are_shown_as_they_can_be_written(settings: dict[str, Any], said:
 
 
 def test_a_host_pool_has_room_for_a_slot() -> None:
-    with pytest.raises(ConfigError, match="--pool-bytes"):
-        AgentConfig(pool_bytes=MIB, slot_bytes=MIB)
+    for slot, pool, says in (
+        (128 * MIB, 128 * MIB, "--slot-bytes is 128MiB, and --pool-bytes 128MiB: the pool must"),
+        (128 * MIB, 100_000_000, "--slot-bytes is 128MiB, and --pool-bytes 100000000: the pool"),
+        (DEFAULT_SLOT_BYTES, 512 << 10, "--pool-bytes is 512KiB, and --slot-bytes 1020KiB: the "),
+    ):
+        with pytest.raises(ConfigError, match=f"^{says}.*hold a slot, and 4KiB more$"):
+            AgentConfig(pool_bytes=pool, slot_bytes=slot)
+    AgentConfig(pool_bytes=MIB + 4096, slot_bytes=MIB)
 
 
 def test_an_endpoint_is_a_socket_of_this_machine() -> None:

@@ -21,6 +21,7 @@ from benchmarks.__main__ import app as benchmarks
 from lmcache_redis.cli.app import app as commands
 from lmcache_redis.metrics import COUNTERS
 from tests import speed_up
+from tests.browser import Browser
 
 ROOT = Path(__file__).parent.parent
 OF_PROJECT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
@@ -30,7 +31,7 @@ ALL_PAGES = [*PAGES, ROOT / "CHANGELOG.md"]
 FOREIGN_OPTIONS = {
     *("--additional-config", "--calculate-kv-scales"),
     *("--disable-sliding-window", "--enable-prefix-caching", "--enable-return-routed-experts"),
-    "--enable-sleep-mode",
+    *("--enable-prompt-tokens-details", "--enable-sleep-mode"),
     *("--hf-overrides", "--load-format", "--mm-processor-cache-gb", "--no-enable-prefix-caching"),
     *("--kv-cache-dtype", "--kv-events-config", "--kv-transfer-config"),
     *("--mamba-cache-mode", "--max-model-len", "--model-impl"),
@@ -153,10 +154,10 @@ def test_counters_exist(page: Path) -> None:
         assert name in COUNTERS, f"{page_id(page)} names the counter {name}"
 
 
-@pytest.mark.servers
-def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
-    """Links, headings, the navigation, and the pages that are made from the code."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
     built = subprocess.run(
         command,
         cwd=ROOT,
@@ -166,15 +167,63 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
         timeout=120,
     )
     assert built.returncode == 0, built.stderr
-    commands = (tmp_path / "reference" / "cli.html").read_text()
+    return directory
+
+
+@pytest.mark.servers
+def test_the_site_builds_without_warnings(site: Path) -> None:
+    """Links, headings, the navigation, and the pages that are made from the code."""
+    commands = (site / "reference" / "cli.html").read_text()
     for name in PARSERS["lmcache-redis"].commands:  # type: ignore[attr-defined]
         assert f'<h2 id="{name}">' in commands
-    assert "load_all" in (tmp_path / "reference" / "python.html").read_text()
-    for page in tmp_path.rglob("*.html"):
+    assert "<td></td>" not in commands, "each option has a default"
+    assert "default: " not in commands, "which its text does not repeat"
+    for page in site.rglob("*.html"):
         loaded = re.findall(
             r'<(?:script|link|img)[^>]* (?:src|href)="(https?://[^"]+)"', page.read_text()
         )
         assert not loaded, f"{page.name} loads {loaded}"
+
+
+@pytest.mark.servers
+def test_the_python_reference_has_constructors_and_parameters(site: Path) -> None:
+    reference = (site / "reference" / "python.html").read_text()
+    assert "load_all" in reference
+    assert "See the module" not in reference
+    for name, parameter in (
+        ("kvstore.KVStore", "memory_bytes"),
+        ("kvstore.AsyncKVStore", "namespace"),
+        ("objects.backend.ChunkBackend", "dst_device"),
+        ("resp.plane.RedisPlane", "options"),
+    ):
+        section = reference.partition(f'<h3 id="lmcache_redis.{name}"')[2].partition("<h4")[0]
+        signature, _, table = section.partition("Parameters:")
+        assert f'<span class="n">{parameter}</span>' in signature, name
+        assert f"<code>{parameter}</code>" in table, name
+
+
+@each_page
+def test_a_command_is_one_line_or_continued(page: Path) -> None:
+    """What stands below it is what it prints, which is not copied."""
+    for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.M | re.S):
+        for line in re.findall(r"^\$ (.*)$", block, re.M):
+            assert not re.search(r"(\b(do|then)|[({|])$", line), line
+
+
+@pytest.mark.servers
+def test_commands_are_copied_without_their_prompt(site: Path, tmp_path: Path) -> None:
+    """As the theme copies: the text of an element that it marks meanwhile."""
+    browser = Browser.find(tmp_path)
+    copied = site / "guides" / "copied.html"
+    probe = """<script>
+        const code = document.querySelector(".gp").closest("code");
+        code.setAttribute("data-md-copying", "");
+        document.body.innerHTML = "<pre id=copied>" + code.innerText + "</pre>";
+        </script></body>"""
+    text = (site / "guides" / "tools.html").read_text().replace("</body>", probe)
+    copied.write_text(re.sub(r"<script src=.*?</script>", "", text))
+    (found,) = re.findall(r'<pre id="copied">(.*?)</pre>', browser.dom(copied.as_uri()), re.S)
+    assert found.strip() == "lmcache-redis doctor"
 
 
 @pytest.mark.parametrize(("path", "words"), [("docs", 22_500), ("CHANGELOG.md", 1_500)])

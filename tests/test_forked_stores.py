@@ -96,7 +96,7 @@ def test_the_parent_is_unharmed_in_the_middle_of_its_calls(store: KVStore) -> No
 def test_a_closed_store_stays_closed(server: RedisServer) -> None:
     store = KVStore(server.url)
     store.close()
-    assert "RuntimeError: the store is closed" in in_a_fork(lambda: store.get("a"))
+    assert "Closed: the store is closed" in in_a_fork(lambda: store.get("a"))
 
 
 def test_asyncio(server: RedisServer) -> None:

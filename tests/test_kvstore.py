@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 import lmcache_redis
 from lmcache_redis import AsyncKVStore, KVStore
-from lmcache_redis.errors import ConfigError, FormatError, NotListed
+from lmcache_redis.errors import Closed, ConfigError, FormatError, NotListed
 from lmcache_redis.resp import RedisOptions
 from tests.acl import PASSWORD
 from tests.harness import wait_until
@@ -153,7 +154,7 @@ def test_names_that_cannot_be_listed_are_not_empty(
         assert store.get("a") is not None
 
 
-@pytest.mark.parametrize("name", ["", "x" * 64, b"a", 7, None])
+@pytest.mark.parametrize("name", ["", "x" * 64, b"a", 7, None, "\udc80"])
 def test_wrong_names_are_told(store: KVStore, name: object) -> None:
     for call in (store.get, store.exists, store.delete, store.get_bytes):
         with pytest.raises(FormatError, match="a name is text of 1 to 63 bytes"):
@@ -167,13 +168,88 @@ def test_wrong_values_are_told(store: KVStore) -> None:
         store.put("a", torch.ones(3).to_sparse())
     with pytest.raises(FormatError, match="at least one byte"):
         store.put_bytes("a", b"")
+    for value in ("text", [1], None, np.ones((4, 4))[:, 1], torch.ones(3)):
+        with pytest.raises(FormatError, match="what is put is a contiguous buffer of bytes"):
+            store.put_bytes("a", value)  # type: ignore[arg-type]
+    with pytest.raises(FormatError, match="takes tensors by name, not a list"):
+        store.put_many([("a", torch.ones(3))])  # type: ignore[arg-type]
     assert store.names() == []
-    with pytest.raises(FormatError, match="a model name has 1 to 1024 bytes"):
-        KVStore("redis://127.0.0.1:1", "")
-    with pytest.raises(ConfigError, match="it must be positive"):
-        KVStore("redis://127.0.0.1:1", memory_bytes=-1)
-    with pytest.raises(ConfigError, match="must begin with"):
-        KVStore("http://127.0.0.1")
+
+
+def test_wrong_buffers_and_names_are_told(store: KVStore) -> None:
+    assert store.put_bytes("a", b"data")
+    for buffer, says in (
+        (b"data", "is read-only"),
+        (bytearray(3), "'a' has 4 bytes; the buffer has 3"),
+        ("text", "a contiguous buffer of bytes"),
+        (np.ones((4, 4))[:, 1], "a contiguous buffer of bytes"),
+    ):
+        with pytest.raises(FormatError, match=says):
+            store.get_into("a", buffer)  # type: ignore[arg-type]
+    for names in ("ab", b"ab", None, 7):
+        with pytest.raises(FormatError, match="names are a list of names"):
+            store.exists_many(names)  # type: ignore[arg-type]
+        with pytest.raises(FormatError, match="names are a list of names"):
+            list(store.get_many(names))  # type: ignore[arg-type]
+    assert store.get_bytes("a") == b"data"
+
+
+URL = "redis://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ({"namespace": ""}, "a model name has 1 to 1024 bytes"),
+        ({"namespace": 5}, "a model name is text"),
+        ({"redis": "http://127.0.0.1"}, "must begin with"),
+        ({"redis": None}, "redis is a URL or RedisOptions, not NoneType"),
+        ({"memory_bytes": -1}, "it must be positive"),
+        ({"memory_bytes": "1GiB"}, "limit_bytes is '1GiB'"),
+        ({"memory_bytes": 1.5}, "limit_bytes is 1.5"),
+        ({"deadline_s": "x"}, "deadline_s is 'x'"),
+        ({"deadline_s": 0}, "deadline_s is 0; it must be from 0.01"),
+        ({"deadline_s": float("nan")}, "deadline_s is nan"),
+        ({"device": "gpu"}, "the device is 'gpu': choose cpu or cuda"),
+    ],
+)
+def test_wrong_settings_are_told(named: dict[str, Any], says: str) -> None:
+    with pytest.raises((ConfigError, FormatError), match=says):
+        KVStore(**{"redis": URL, **named})
+
+
+def test_without_torch_bytes_work_and_tensors_say_why_not(server: RedisServer) -> None:
+    KVStore(server.url).put("tensor", torch.ones(3))
+    script = f"""
+import sys
+sys.modules["torch"] = None
+from lmcache_redis import KVStore
+from lmcache_redis.errors import ConfigError
+
+with KVStore({server.url!r}) as store:
+    assert store.put_bytes("bytes", b"data")
+    assert store.get_bytes("bytes") == b"data"
+    assert len(store.get_bytes("tensor")) == 12
+    assert store.get_into("bytes", bytearray(4)) == 4
+    assert store.exists_many(["bytes", "tensor", "absent"]) == [True, True, False]
+    assert sorted(store.names()) == ["bytes", "tensor"]
+    for call in (
+        lambda: store.get("tensor"),
+        lambda: store.get("absent"),
+        lambda: list(store.get_many(["bytes"])),
+        lambda: store.put("a", [1.0]),
+        lambda: store.put_many({{"a": [1.0]}}),
+    ):
+        try:
+            call()
+        except ConfigError as error:
+            assert "tensors need torch" in str(error), error
+            assert "`pip install torch`" in str(error), error
+        else:
+            raise AssertionError
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_server_that_is_down_is_no_miss(own_server: RedisServer) -> None:
@@ -190,8 +266,10 @@ def test_a_server_that_is_down_is_no_miss(own_server: RedisServer) -> None:
         assert not store.put("a", torch.ones(3))
         assert store.stats.not_stored == 1
         assert store.why_down in repr(store)
-    with pytest.raises(RuntimeError, match="closed"):
-        store.get("a")
+    for call in (store.get, store.get_bytes, store.exists, store.delete):
+        with pytest.raises(Closed, match="the store is closed"):
+            call("a")
+    assert issubclass(Closed, RuntimeError)
 
 
 def test_asyncio(server: RedisServer) -> None:

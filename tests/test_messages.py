@@ -93,7 +93,7 @@ def test_answers_survive_the_wire(message: m.Message) -> None:
 
 def test_a_message_in_bytes() -> None:
     assert transport.encode(m.Ping(7)) == [
-        b"LMCR-MP\x00\x07",
+        b"LMCR-MP\x00\x08",
         bytes.fromhex("82 a4 74797065 a4 50494e47 a7 63616c6c5f6964 07"),
     ]
 
@@ -178,6 +178,7 @@ SCHEMAS = {
     5: "a8ccd19ec9ce0491",
     6: "e65f263eb7909868",
     7: "a88dd8bc66744943",
+    8: "5b90841f1b8b7131",
 }
 
 

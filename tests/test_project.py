@@ -70,8 +70,17 @@ def test_the_entry_points_lead_somewhere() -> None:
 
 
 def test_one_version() -> None:
-    assert version("lmcache-redis") == __version__
-    assert f"\n## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert version("lmcache-redis") == __version__, "run scripts/setup"
+    heading = "Unreleased" if "dev" in __version__ else __version__
+    assert f"\n## [{heading}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_owned_paths_exist() -> None:
+    lines = (ROOT / ".github" / "CODEOWNERS").read_text().splitlines()
+    paths = [line.split()[0] for line in lines if not line.startswith("#")]
+    assert paths
+    for path in paths:
+        assert (ROOT / path.removeprefix("/")).exists(), path
 
 
 @pytest.mark.parametrize(

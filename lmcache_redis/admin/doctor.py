@@ -35,10 +35,11 @@ from lmcache_redis.admin.server import (
     PrimaryServers,
     open_server,
 )
-from lmcache_redis.admin.sizes.sizing import stored_part
+from lmcache_redis.admin.sizes.sizing import SizeOptions, stored_part
 from lmcache_redis.admin.stripes import SeenChunk, headers_of, payload_of, read_idle, survey
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader
 from lmcache_redis.chunks.metadata import MemoryFormat
+from lmcache_redis.chunks.names import Reach
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisError, RedisNotAllowed, RedisProtocolError, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
@@ -164,11 +165,13 @@ def findings_of(facts: Iterable[Facts], node: NodeFacts | None = None) -> tuple[
 def sample(
     server: PrimaryServers, prefix: bytes, need: Need, report: Mapping[str, Any]
 ) -> tuple[Need, tuple[tuple[str, StripeHeader], ...], float | None]:
-    """The need by what is stored, unless the user has named a size; a header of each form, with its
-    model; and the longest time without a use. Of a few chunks; nothing where that is refused.
+    """The need by what is registered or stored, unless the user has named a size; a header of each
+    form, with its model; and the longest time without a use. Of a few chunks; nothing where that is
+    refused.
 
     What engines have not stored, such as values of the library, is cut in its own way.
     """
+    need = _as_registered(need, report)
     try:
         found = survey(server, prefix, everything=False)
         chunks = [each for each in found.chunks.values() if not each.name.is_description]
@@ -184,6 +187,47 @@ def sample(
         need = _as_stored(need, [(c, headers[c.form]) for c in chunks if c.form in headers], report)
     stored = tuple((form[1], header) for form, header in headers.items())
     return need, stored, max(idle, default=None)
+
+
+def _as_registered(need: Need, report: Mapping[str, Any]) -> Need:
+    """The need of the engine of this node's agent that has the most KV a token, if there is one.
+
+    A worker's layout names its rank. Ranks with equal bytes have one layout: they count once.
+    """
+    workers: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for each in report.get("engines", ()):
+        workers[each["engine_id"]].append(each)
+    if need.is_known or not workers:
+        return need
+    slot_bytes = report["pool"]["slot_bytes"]
+    found = (_need_of_engine(need, some, slot_bytes) for some in workers.values())
+    return max(found, key=lambda each: each.kv_bytes_per_token)
+
+
+def _need_of_engine(need: Need, workers: Sequence[Mapping[str, Any]], slot_bytes: int) -> Need:
+    first = workers[0]
+    groups = {group["layout"]: group for each in workers for group in each["groups"]}
+    chunk_tokens = first["chunk_tokens"]
+    chunks = max(1, need.prompt_tokens // chunk_tokens)
+    steps = -(-need.prompt_tokens // SizeOptions().step_tokens)
+    made = memory = loaded = 0
+    for group in groups.values():
+        part = stored_part(group["part_bytes"], slot_bytes, first["model"])
+        reach = Reach(group["reach"], group["reach_tokens"])
+        stored_chunks = min(chunks, steps) if reach.kind == "state" else chunks
+        made += stored_chunks * part.part_bytes
+        memory += stored_chunks * part.memory_bytes
+        loaded += (chunks - reach.first_chunk(chunks, chunk_tokens)) * part.part_bytes
+    # Workers of other nodes are with other agents.
+    per_token = first["world_size"] / len(workers) / (chunks * chunk_tokens)
+    return replace(
+        need,
+        kv_bytes_per_token=max(1, round(made * per_token)),
+        memory_per_token=memory * per_token,
+        loaded_per_token=loaded * per_token,
+        of=f"{first['model']}, as registered with the agent",
+        is_known=True,
+    )
 
 
 def _as_stored(

@@ -47,6 +47,7 @@ from lmcache_redis.resp.net.endpoint import (
     auth_command,
     has_no_password,
     is_no_sentinel,
+    tls_question,
     translated,
 )
 from lmcache_redis.resp.net.tls import name_in_certificate, tls_context
@@ -380,7 +381,8 @@ def sentence_of(error: BaseException, endpoint: Endpoint) -> RedisError | Config
     if isinstance(error, exceptions.BusyLoadingError):
         return RedisUnavailable(said)
     if isinstance(error, exceptions.ConnectionError):
-        return RedisUnavailable(f"the connection to {at} was lost: try again ({text})")
+        lost = f"the connection to {at} was lost: try again ({text})"
+        return RedisUnavailable(f"{lost}{tls_question(endpoint)}")
     if isinstance(error, exceptions.ResponseError):
         # One reply among others says nothing of the connection.
         return kind(said) if issubclass(kind, RedisReplyError) else RedisReplyError(said)

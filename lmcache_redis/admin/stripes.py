@@ -18,7 +18,7 @@ from lmcache_redis.admin.names import ChunkName, namespaces_of
 from lmcache_redis.admin.server import BATCH_KEYS, Command, Primary, PrimaryServers
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
 from lmcache_redis.chunks.keys import KEY_MAGIC
-from lmcache_redis.chunks.names import is_claim_key, parse_stripe_key
+from lmcache_redis.chunks.names import names_no_stripe, parse_stripe_key
 from lmcache_redis.errors import (
     FormatError,
     RedisError,
@@ -240,7 +240,7 @@ class Survey:
     memory_bytes: int = 0
 
     def add(self, key: bytes, prefix: bytes) -> None:
-        if is_claim_key(key, prefix):
+        if names_no_stripe(key, prefix):
             return
         try:
             namespace, chunk_key, index = parse_stripe_key(key, prefix)

@@ -11,12 +11,15 @@ from typing import Any
 
 from lmcache_redis import __version__
 from lmcache_redis.agent.copies import CopyThreads
+from lmcache_redis.agent.limits import TenantLimits
 from lmcache_redis.agent.peers import LayoutTrust, Peers
 from lmcache_redis.agent.sessions import Sessions
+from lmcache_redis.agent.sights import ChunkSights
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import PATIENCE_S, DiskTier
 from lmcache_redis.cache.pool import Arena
 from lmcache_redis.cache.threads import OwnerLoop
+from lmcache_redis.cache.warming import Warming
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.pinning import PoolPinning
@@ -24,6 +27,7 @@ from lmcache_redis.messages import TIER_NAMES
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp.options import user_of
 from lmcache_redis.resp.plane import RedisPlane
+from lmcache_redis.tenants import parse_limits
 from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS, Backing, LastError
 from lmcache_redis.transport import Wakeup
 
@@ -65,7 +69,10 @@ class Agent:
         """Raises ``ConfigError`` if the disk tier's directory cannot be used."""
         limit_bytes = config.write_queue_limit_bytes
         refresh_s = min(60.0, config.ttl_s / 4) if config.ttl_s else 60.0
-        backings = [Backing(plane, REDIS_COUNTERS, limit_bytes, config.op_timeout_s, refresh_s)]
+        keys = plane.options.seal_keys
+        peers = Peers(b"" if keys is None else keys.tenants)
+        of_redis = limit_bytes, config.op_timeout_s, refresh_s, peers.tenants
+        backings = [Backing(plane, REDIS_COUNTERS, *of_redis)]
         disk = None
         if config.disk_path is not None:
             # At most half of a lookup's time is for the disk; the rest is for Redis.
@@ -79,8 +86,14 @@ class Agent:
             backings.insert(0, Backing(disk, DISK_COUNTERS, limit_bytes))
         wakeup = Wakeup()
         loop = OwnerLoop(wakeup.set)
+        if config.tenant_bytes is not None:
+            limits = parse_limits(config.tenant_bytes)
+            peers.tenants.limits = TenantLimits(limits, plane, loop, config.ttl_s)
         cache = Cache(loop, arena, backings, Metrics())
+        if config.warm_bytes:
+            cache.warming = Warming(cache, plane.rank, config.warm_bytes)
         copies = CopyThreads(config.copy_threads, wakeup.set)
+        sights = ChunkSights(config.store_after) if config.store_after > 1 else None
         return Agent(
             config,
             wakeup,
@@ -90,8 +103,8 @@ class Agent:
             disk,
             cache,
             copies,
-            Sessions(cache.pool, cache.metrics, config.session_timeout_s),
-            Peers(),
+            Sessions(cache.pool, cache.metrics, config.session_timeout_s, sights),
+            peers,
             PoolPinning(
                 arena.base_address,
                 arena.capacity,
@@ -136,6 +149,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
             "disk_writes": sum(map(len, queues[:-1])),
             "removals": agent.cache.failed_removals,
         },
+        "warm": None if agent.cache.warming is None else agent.cache.warming.report(),
         "disk": _disk(agent),
         "loads": _loads(agent),
         "canaries": {"every": config.canary_every, "distrusted": agent.trust.report()},
@@ -160,6 +174,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
             if peer.registration is not None
         ],
         "models": {name: asdict(use) for name, use in peers.models.items()},
+        "tenants": peers.tenants.report(),
         **_worth(agent.peers, counters),
         "counters": counters,
     }

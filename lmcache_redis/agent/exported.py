@@ -1,20 +1,38 @@
-"""What an agent exposes over HTTP beside its counters: values of its status, and its page."""
+"""What an agent exposes over HTTP beside its counters: values of its status, pages and documents.
+
+`/status.json` and `/why.json` are what the agent answers to STATUS, WHY and LAYOUTS. Ids of
+requests are in `/why.json` and on the page, both only with `--expose-requests`.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any, Final
+from urllib.parse import parse_qs
 
+import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent, status_report
-from lmcache_redis.agent.page import HEADERS, page
+from lmcache_redis.agent.history import SAMPLE_S, History, Minute
+from lmcache_redis.agent.page import HEADERS, PRIVATE, page
+from lmcache_redis.agent.peers import Reply
 from lmcache_redis.agent.sessions import PastRequest
-from lmcache_redis.metrics.exporter import OwnerCollector, gauge, labelled, read_on
+from lmcache_redis.agent.uses import TenantUse
+from lmcache_redis.metrics.exporter import (
+    OwnerCollector,
+    WsgiApp,
+    ask_on,
+    gauge,
+    labelled,
+    plain_text,
+    read_on,
+)
 
 # Fields of `ModelUse`.
 _OF_MODELS: Final = {
@@ -25,18 +43,88 @@ _OF_MODELS: Final = {
     "gathered_bytes": "bytes gathered from blocks of its engines",
     "saved_tokens": "prompt tokens loaded into blocks of its engines instead of computed",
 }
+# Fields of `TenantUse`, by the name of the metric.
+_OF_TENANTS: Final = {
+    "lookups": ("lookups", "lookups answered"),
+    "lookup_tokens": ("lookup_tokens", "prompt tokens asked for by lookups, in whole chunks"),
+    "hit_tokens": ("hit_tokens", "prompt tokens found by lookups"),
+    "saved_tokens": ("saved_tokens", "prompt tokens loaded into blocks instead of computed"),
+    "saved_prefill_seconds": (
+        "highest_saved_s", "prefill of saved tokens, less the wait for their loads",
+    ),
+    "retrieved_bytes": ("retrieved_bytes", "bytes scattered into blocks of engines"),
+    "gathered_bytes": ("gathered_bytes", "bytes gathered from blocks of engines"),
+    "dropped_chunks": ("dropped_chunks", "chunks not stored because of --tenant-bytes"),
+    "stored_bytes": ("stored_bytes", "payload bytes written to Redis"),
+}  # fmt: skip
 _MOST_MISSES = 10
+# How long Redis may take for what `why` asks it.
+_WHY_S = 2.0
+_NOT_EXPOSED: Final = "this agent does not show requests: start it with --expose-requests"
+_Ask = Callable[[m.Question, Reply], None]
 
 
 def collector_of(agent: Agent) -> OwnerCollector:
-    return OwnerCollector(agent.loop.post, lambda: metrics_of(status_report(agent)))
+    def read() -> Iterator[Metric]:
+        yield from metrics_of(status_report(agent))
+        yield from tenants_of(agent.peers.tenants.rows())
+
+    return OwnerCollector(agent.loop.post, read)
 
 
-def page_of(agent: Agent, _: Mapping[str, Any], start: Any) -> list[bytes]:
-    """The page at `/`, a WSGI application. Raises `NoReading`."""
-    status, misses = read_on(agent.loop.post, lambda: (status_report(agent), last_misses(agent)))
-    start("200 OK", [*HEADERS])
-    return [page(status, misses, time.time()).encode("utf-8", "replace")]
+def pages_of(agent: Agent, ask: _Ask) -> dict[str, WsgiApp]:
+    """By path. Each may raise `NoReading`. The loop keeps an hour for the page from now on.
+
+    ask: answers a question of a tool, on the loop.
+    """
+    exposed, history, metrics = agent.config.expose_requests, History(), agent.cache.metrics
+
+    def sample() -> None:
+        history.take(metrics.snapshot(), time.monotonic())
+
+    sample()
+    agent.loop.every(SAMPLE_S, sample)
+
+    def for_people(_: Mapping[str, Any], start: Any) -> list[bytes]:
+        status, hour, misses = read_on(agent.loop.post, read)
+        start("200 OK", [*HEADERS])
+        return [page(status, hour, misses, time.time(), exposed).encode("utf-8", "replace")]
+
+    def read() -> tuple[dict[str, Any], list[Minute], list[PastRequest]]:
+        status = status_report(agent)
+        hour = history.minutes(status["counters"], time.monotonic())
+        return status, hour, last_misses(agent)
+
+    def status_json(_: Mapping[str, Any], start: Any) -> list[bytes]:
+        return answer(start, m.Status(1))
+
+    def why_json(environ: Mapping[str, Any], start: Any) -> list[bytes]:
+        if not exposed:
+            return plain_text(start, "403 Forbidden", _NOT_EXPOSED)
+        try:
+            return answer(start, _question(environ["QUERY_STRING"]))
+        except (ValueError, msgspec.ValidationError) as error:
+            return plain_text(start, "400 Bad Request", str(error))
+
+    def answer(start: Any, question: m.Question) -> list[bytes]:
+        found = ask_on(agent.loop.post, partial(ask, question), _WHY_S)
+        if not isinstance(found, m.StatusReport):
+            return plain_text(start, "503 Service Unavailable", "the agent does not answer now")
+        start("200 OK", [("Content-Type", "application/json"), *PRIVATE])
+        return [found.report]
+
+    return {"/": for_people, "/status.json": status_json, "/why.json": why_json}
+
+
+def _question(query: str) -> m.Question:
+    """Of `request=ID&most=N`, or `layouts=A&layouts=B`. Raises what a wrong one deserves."""
+    found = parse_qs(query, max_num_fields=16)
+    if "layouts" in found:
+        return msgspec.convert({"call_id": 1, "wanted": found["layouts"]}, m.Layouts)
+    fields: dict[str, Any] = {
+        name: found[name][-1] for name in ("request", "most") if name in found
+    }
+    return msgspec.convert({"call_id": 1, **fields}, m.Why, strict=False)
 
 
 def last_misses(agent: Agent) -> list[PastRequest]:
@@ -109,3 +197,10 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
     for name, meaning in _OF_MODELS.items():
         used = {(model,): use[name] for model, use in status["models"].items()}
         yield labelled(CounterMetricFamily, f"model_{name}", meaning, ["model"], used)
+
+
+def tenants_of(rows: Mapping[str, TenantUse]) -> Iterator[Metric]:
+    """rows: by the value of the label."""
+    for name, (field, meaning) in _OF_TENANTS.items():
+        counted = {(tenant,): getattr(use, field) for tenant, use in rows.items()}
+        yield labelled(CounterMetricFamily, f"tenant_{name}", meaning, ["tenant"], counted)

@@ -21,6 +21,7 @@ from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import CopyOutcome, Kind
 from lmcache_redis.agent.peers import Registration, Reply
 from lmcache_redis.agent.sessions import MAX_CHUNKS, HitLoad, Session
+from lmcache_redis.agent.uses import ModelUse
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry, EntryState
@@ -186,6 +187,13 @@ class CopyJob(ABC):
         if not self._pending:
             self._close()
 
+    @property
+    def _tenant(self) -> str:
+        return self._agent.peers.tenants.shown(self._question.tenant)
+
+    def _uses(self) -> Sequence[ModelUse]:
+        return self._agent.peers.uses_of(self._form.model_name, self._tenant)
+
     def _close(self) -> None:
         try:
             self._finish()
@@ -201,14 +209,18 @@ class StoreJob(CopyJob):
     2. The others are copied into slots. Bytes read after the lease expired are discarded.
     3. The answer frees the engine's blocks once all have been read. On a GPU this is before the
        bytes are in the slots.
-    4. A chunk becomes READY when its bytes are in its slots, and is enqueued for the tiers.
+    4. A chunk becomes READY when its bytes are in its slots, and is enqueued for the tiers, once
+       enough requests have named it (`sights`).
     """
 
     _stored = _already = 0
     _unread: set[int]  # chunks whose blocks are still needed
 
     def start(self) -> None:
+        if (sights := self._agent.sessions.sights) is not None:
+            sights.see(self._session.key, self._form.model_name, self._hashes)
         wanted: list[int] = []
+        tenants = self._agent.peers.tenants
         for chunk, chunk_hash in enumerate(self._hashes):
             key = self._form.key(chunk_hash)
             entry = self._cache.pool.get(key)
@@ -221,8 +233,14 @@ class StoreJob(CopyJob):
             self._cache.pool.touch_all((entry.key,))
             self._already += 1
             if entry.state is EntryState.READY:
-                self._write_behind(entry)
+                if tenants.admits(entry.tenant):
+                    self._write_behind(entry)
                 self._cache.pool.seen(None, (entry.key,))
+        if wanted and (why := tenants.why_not(self._tenant)):
+            self._cache.metrics.count("drop_quota", len(wanted))
+            tenants.dropped(self._tenant, len(wanted))
+            self._reasons.add(why)
+            wanted = []
         self._gather(wanted)
 
     def _gather(self, chunks: Sequence[int]) -> None:
@@ -244,6 +262,7 @@ class StoreJob(CopyJob):
         else:
             # What no lookup has named was generated after its prompt.
             entry.position = self._session.positions.get(chunk_hash, MAX_CHUNKS)
+            entry.tenant = self._tenant
         return entry
 
     def _move(self, chunks: Sequence[int], call: CopyCall) -> bool:
@@ -276,15 +295,27 @@ class StoreJob(CopyJob):
             return
         self._cache.metrics.count("gathered_chunks")
         self._cache.metrics.count("gathered_bytes", self._form.chunk_bytes)
-        use = self._agent.peers.use_of(self._form.model_name)
-        use.gathered_bytes += self._form.chunk_bytes
+        for use in self._uses():
+            use.gathered_bytes += self._form.chunk_bytes
         if self._cache.publish(entry):
             self._stored += 1
             self._write_behind(entry)
 
     def _write_behind(self, entry: Entry) -> None:
+        if self._holds_back(entry):
+            return
         delay_s = _FIRST_TOKEN_FIRST_S if self._registration.device.on_host_cores else 0.0
         self._cache.write_behind(entry, delay_s)
+
+    def _holds_back(self, entry: Entry) -> bool:
+        sights, was_held_back = self._agent.sessions.sights, entry.is_held_back
+        if sights is None:
+            return False
+        seen = sights.count(self._form.model_name, entry.chunk_hash)
+        entry.is_held_back = seen < sights.store_after
+        if entry.is_held_back and not was_held_back:
+            self._dropped("drop_admission", "only in the host pool for now (--store-after)")
+        return entry.is_held_back
 
     def _dropped(self, counter: str, reason: str) -> None:
         self._cache.metrics.count(counter)
@@ -413,7 +444,8 @@ class RetrieveJob(CopyJob):
         metrics.count("retrieves_failed", bool(self._failed))
         metrics.count("retrieved_chunks", copied)
         metrics.count("retrieved_bytes", nbytes)
-        self._agent.peers.use_of(self._form.model_name).retrieved_bytes += nbytes
+        for use in self._uses():
+            use.retrieved_bytes += nbytes
         self._count_saving()
         past = self._session.past
         past.loaded += copied
@@ -436,7 +468,8 @@ class RetrieveJob(CopyJob):
         if saved is not None:
             session.load = None
             peers, metrics = self._agent.peers, self._cache.metrics
-            peers.use_of(self._form.model_name).saved(*saved)
+            for use in self._uses():
+                use.saved(*saved)
             metrics.count("saved_tokens", saved[0])
             metrics.count("saved_untimed_tokens", saved[0] if saved[1] is None else 0)
             metrics.raise_to("saved_prefill_seconds", peers.saved_prefill_s)

@@ -55,6 +55,7 @@ class LookupJob:
         self._started_s = time.monotonic()
         self._deadline_s = self._started_s + agent.config.lookup_deadline_s
         self._compare_only = False
+        self._tenant = agent.peers.tenants.shown(question.tenant)
         self._chunk_tokens = agent.config.chunk_size_tokens
 
     def start(self) -> None:
@@ -142,6 +143,18 @@ class LookupJob:
         # The session takes over the pins, and cancels the lookup if it ends before.
         session.cancel_lookup = partial(self._cancel, lookup.cancel)
         lookup.start()
+        if (sights := self._agent.sessions.sights) is not None:
+            named, model_name = (*question.before, *hashes), self._peer.hello.model_name
+            self._write_behind(forms, sights.see(session.key, model_name, named))
+
+    def _write_behind(self, forms: Sequence[ChunkForm], hashes: Sequence[bytes]) -> None:
+        """Those in the host pool that were held back, because too few requests had named them."""
+        pool = self._agent.cache.pool
+        for key in (form.key(each) for each in hashes for form in forms):
+            entry = pool.get(key)
+            if entry is not None and entry.is_held_back:
+                entry.is_held_back = False
+                self._agent.cache.write_behind(entry)
 
     def _elsewhere(self, ranks: Sequence[Registration]) -> list[PartNames]:
         here = {registration.worker_id for registration in ranks}
@@ -180,6 +193,7 @@ class LookupJob:
             )
         pool, hashes = self._agent.cache.pool, self._question.hashes
         for (chunk, row), entry in found.parts.take().items():
+            entry.tenant = entry.tenant or self._tenant  # who is charged if it is written again
             first, *others = users[row]
             for part in others:
                 pool.pin(entry)
@@ -199,6 +213,8 @@ class LookupJob:
                 errors = [state.read_error for state in states if state.up]
                 words += [error.text for error in errors if error is not None]
                 words += [state.reason for state in states if state.reason not in ("", *words)]
+            if reason == "absent" and self._was_held_back(missed):
+                words.append("it was seen before, but too seldom to be written (--store-after)")
             if reason == "absent" and len(layouts) > 1 and found.parts.has_some_of(found.bound):
                 reason = "in_part"
         self._keep(
@@ -211,6 +227,13 @@ class LookupJob:
             bet=None if found.bet is None else found.bet._asdict(),
         )  # fmt: skip
 
+    def _was_held_back(self, missed: bytes) -> bool:
+        """Before this request, which has named it too."""
+        sights = self._agent.sessions.sights
+        if sights is None:
+            return False
+        return 1 < sights.count(self._peer.hello.model_name, missed) <= sights.store_after
+
     def _keep(
         self, reason: str, because: Sequence[str] = (), missed: bytes = b"", **found: Any
     ) -> None:
@@ -221,6 +244,7 @@ class LookupJob:
         """
         question, history = self._question, self._agent.sessions.history
         past = history.request((self._peer.engine_id, question.request_id))
+        past.tenant = self._tenant
         past.lookups += 1
         past.lookup = PastLookup(
             model=self._peer.hello.model_name,
@@ -245,10 +269,10 @@ class LookupJob:
         metrics.observe("lookup_seconds", took_s)
         if found.bound:
             metrics.observe("hit_chunks", found.bound)
-        use = self._agent.peers.use_of(self._peer.hello.model_name)
-        use.lookups += 1
-        use.lookup_tokens += chunks * self._chunk_tokens
-        use.hit_tokens += found.bound * self._chunk_tokens
+        for use in self._agent.peers.uses_of(self._peer.hello.model_name, self._tenant):
+            use.lookups += 1
+            use.lookup_tokens += chunks * self._chunk_tokens
+            use.hit_tokens += found.bound * self._chunk_tokens
 
 
 def chunk_tokens(agent: Agent, ranks: Sequence[Registration]) -> int:

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import zmq
@@ -27,6 +26,7 @@ from lmcache_redis.cache.pool import Arena
 from lmcache_redis.config import AgentConfig, endpoint_path, ensure_private, parse_address
 from lmcache_redis.errors import ConfigError, DeviceError, StartError
 from lmcache_redis.processes import NamedThread, raise_descriptor_limit
+from lmcache_redis.resp.net.commands import Use
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.settings import format_size, option_name, settings_of
@@ -102,7 +102,8 @@ def run_agent(config: AgentConfig, file: SettingsFile | None = None) -> int:
                 url = stack.enter_context(embedded_redis(config.embedded_memory_bytes))
             arena = _arena(config)
             stack.callback(arena.close)
-            plane = RedisPlane(RedisOptions.of_agent(config, url))
+            uses = (Use.WARM,) if config.warm_bytes else ()
+            plane = RedisPlane(RedisOptions.of_agent(config, url), uses)
             plane.start()
             agent = Agent.of(config, arena, plane)
             stack.callback(agent.cache.close, 0.0)
@@ -118,7 +119,7 @@ def run_agent(config: AgentConfig, file: SettingsFile | None = None) -> int:
             gc.freeze()  # what exists now lives as long as the agent: the collector skips it
             gc.set_threshold(*_GC_THRESHOLDS)
             if config.metrics is not None:
-                stack.enter_context(_exporter(config.metrics, agent))
+                stack.enter_context(_exporter(config.metrics, agent, service))
             _log_ready(config, plane, started_s)
             _prefault(stack, arena, lambda: len(agent.sessions) > 0)
             agent.loop.post(lambda: manager.ready(status))
@@ -155,14 +156,16 @@ def _no_traceback() -> Iterator[None]:
         raise StartError(said) from error
 
 
-def _exporter(address: str, agent: Agent) -> contextlib.AbstractContextManager[object]:
+def _exporter(
+    address: str, agent: Agent, service: Service
+) -> contextlib.AbstractContextManager[object]:
     # Most agents have none: an HTTP server is not worth its imports then.
-    from lmcache_redis.agent.exported import collector_of, page_of
+    from lmcache_redis.agent.exported import collector_of, pages_of
     from lmcache_redis.metrics.exporter import serve_metrics
 
     counted = agent.cache.metrics.registry
-    owner = collector_of(agent)
-    return serve_metrics(parse_address(address), owner, counted, partial(page_of, agent))
+    owner, pages = collector_of(agent), pages_of(agent, service.ask)
+    return serve_metrics(parse_address(address), owner, counted, pages)
 
 
 def _arena(config: AgentConfig) -> Arena:

@@ -16,8 +16,11 @@ from typing import Any, Final
 
 from lmcache_redis.admin.names import shown_age, shown_bytes
 from lmcache_redis.agent import words
+from lmcache_redis.agent.charts import charts
+from lmcache_redis.agent.history import Minute
 from lmcache_redis.agent.sessions import PastRequest
 from lmcache_redis.metrics import COUNTERS
+from lmcache_redis.tenants import NONE
 
 REFRESH_S: Final = 5
 _STYLE: Final = """
@@ -45,6 +48,7 @@ h2 { font-size: 14px; margin: 0 0 10px; }
 p { margin: 0; }
 code { font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
   font-size: 12.5px; overflow-wrap: anywhere; }
+code.word { white-space: nowrap; }
 .soft { color: var(--soft); }
 .pill { border-radius: 99px; padding: 2px 11px; font-weight: 600; font-size: 12.5px; }
 .good { color: var(--good); } .pill.good { background: var(--good-back); }
@@ -52,23 +56,46 @@ code { font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace
 .about { flex-basis: 100%; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 12px;
   padding: 16px 18px; margin-top: 16px; overflow-x: auto; }
-.grid { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(230px, 1fr)); }
-.wide { grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); }
+.grid { display: grid; gap: 16px;
+  grid-template-columns: repeat(auto-fit, minmax(min(230px, 100%), 1fr)); }
+.wide { grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); }
 .number { font-size: 30px; font-weight: 650; line-height: 1.25;
   font-variant-numeric: tabular-nums; }
+figure { margin: 0; min-width: 0; }
+figcaption { font-weight: 600; } figcaption .soft { display: block; font-weight: 400; }
+.chart { display: block; width: 100%; height: 84px; margin-top: 8px;
+  border-bottom: 1px solid var(--line); }
+.ends { display: flex; justify-content: space-between; font-size: 12.5px; }
 .bar { display: block; width: 100%; height: 14px; border-radius: 7px; margin-bottom: 12px; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 22px; list-style: none; margin: 0; padding: 0; }
 .key { width: 10px; height: 10px; border-radius: 3px; margin-right: 7px; }
 .host { fill: var(--host); } .disk { fill: var(--disk); } .redis { fill: var(--redis); }
 .computed { fill: var(--computed); }
 table { border-collapse: collapse; width: 100%; }
+table + p { margin-top: 10px; }
 th { text-align: left; font-weight: 500; color: var(--soft); font-size: 12.5px; }
 th, td { padding: 6px 16px 6px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 tr:last-child td { border-bottom: 0; padding-bottom: 0; }
 .n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+@media (max-width: 700px) {
+  body { padding: 20px 12px 32px; }
+  thead { display: none; }
+  tr { display: block; padding: 8px 0; border-bottom: 1px solid var(--line); }
+  tr:last-child { border-bottom: 0; padding-bottom: 0; }
+  td, td.n { display: grid; grid-template-columns: 104px minmax(0, 1fr); padding: 2px 0;
+    border-bottom: 0; text-align: left; white-space: normal; }
+  td::before { content: attr(data-title); color: var(--soft); font-size: 12.5px; }
+}
 footer { margin-top: 18px; color: var(--soft); font-size: 12.5px; }
 """
 _STYLE_HASH = b64encode(sha256(_STYLE.encode()).digest()).decode()
+# Of all that names what engines serve: no other site may use it, nothing keeps it.
+PRIVATE: Final = (
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Cache-Control", "no-store"),
+)
 HEADERS: Final = (
     ("Content-Type", "text/html; charset=utf-8"),
     (
@@ -76,10 +103,7 @@ HEADERS: Final = (
         f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; img-src data:; base-uri 'none'; "
         "form-action 'none'; frame-ancestors 'none'",
     ),
-    ("X-Content-Type-Options", "nosniff"),
-    ("Referrer-Policy", "no-referrer"),
-    ("Cross-Origin-Resource-Policy", "same-origin"),
-    ("Cache-Control", "no-store"),
+    *PRIVATE,
 )
 _TIER_NAMES: Final = {"host": "host pool", "disk": "disk", "redis": "Redis"}
 _NONE_CONNECTED: Final = (
@@ -87,6 +111,12 @@ _NONE_CONNECTED: Final = (
     '\'{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}\' on this node.'
 )
 _LAYOUT_DIGITS = 16
+_MOST_TENANTS = 20
+_WHY: Final = "<code>lmcache-redis why REQUEST</code> says more of each."
+_WHY_HIDDEN: Final = (
+    "<code>lmcache-redis why --list</code> has their ids; this page too with "
+    "<code>--expose-requests</code>."
+)
 
 
 class Html(str):
@@ -95,8 +125,17 @@ class Html(str):
     __slots__ = ()
 
 
-def page(report: Mapping[str, Any], misses: Sequence[PastRequest], now_s: float) -> str:
-    """report: a STATUS document. misses: the last ones, the newest first. now_s: `time.time()`."""
+def page(
+    report: Mapping[str, Any],
+    hour: Sequence[Minute],
+    misses: Sequence[PastRequest],
+    now_s: float,
+    exposed: bool,
+) -> str:
+    """report: a STATUS document. hour: of `History.minutes`. misses: the last ones, newest first.
+
+    now_s: `time.time()`. exposed: whether ids of requests are shown.
+    """
     at = time.strftime("%H:%M:%S", time.gmtime(now_s))
     return f"""\
 <!DOCTYPE html>
@@ -115,18 +154,20 @@ def page(report: Mapping[str, Any], misses: Sequence[PastRequest], now_s: float)
 {words.uptime(report)}, at {_code(report["endpoint"])}.
 As of {at} UTC; it reloads every {REFRESH_S} seconds.</p></header>
 <div class="grid">{"".join(_cards(report))}</div>
+<section><h2>The last hour</h2><div class="grid hour">{charts(hour)}</div></section>
 <section><h2>Where chunks came from</h2>{_sources(report)}</section>
 <section><h2>Tiers</h2>{_tiers(report)}</section>
 <section><h2>Engines</h2>{_engines(report)}</section>
-<section><h2>Models</h2>{_models(report)}</section>
+<section><h2>Models</h2>{_models(report)}</section>{_tenants(report)}
 <div class="grid wide">
 <section><h2>Chunks not loaded</h2>{_reasons(report, "miss_")}</section>
 <section><h2>Chunks not stored</h2>{_reasons(report, "drop_")}</section>
 </div>
-<section><h2>Last misses</h2>{_misses(misses, now_s)}
-<p class="soft"><code>lmcache-redis why REQUEST</code> says more of each.</p></section>
+<section><h2>Last misses</h2>{_misses(misses, now_s, exposed)}
+<p class="soft">{_WHY if exposed else _WHY_HIDDEN}</p></section>
 <footer>Counted since the start of this agent. <a href="/metrics">/metrics</a> for Prometheus,
-<a href="/healthz">/healthz</a> for probes.</footer>
+<a href="/healthz">/healthz</a> for probes,
+<a href="/status.json">/status.json</a> for programs.</footer>
 </body>
 </html>
 """
@@ -134,6 +175,11 @@ As of {at} UTC; it reloads every {REFRESH_S} seconds.</p></header>
 
 def _code(text: str) -> Html:
     return Html(f"<code>{escape(text)}</code>")
+
+
+def _word(text: str) -> Html:
+    """A name that is not broken."""
+    return Html(f'<code class="word">{escape(text)}</code>')
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> str:
@@ -146,7 +192,11 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> 
         made = "<tr>"
         for title, cell in zip(titles, cells, strict=True):
             text = cell if isinstance(cell, Html) else escape(cell)
-            made += f'<{tag} class="{"n" if title.endswith(" ") else ""}">{text}</{tag}>'
+            made += f"<{tag}"
+            made += ' class="n"' if title.endswith(" ") else ""
+            # Where there is no room for columns, each cell says what it is.
+            made += f' data-title="{title.strip()}"' if tag == "td" else ""
+            made += f"><span>{text}</span></{tag}>"
         return made + "</tr>"
 
     body = "".join(row("td", cells) for cells in found)
@@ -245,7 +295,7 @@ def _engines(report: Mapping[str, Any]) -> str:
             f"{each['worker_id']} of {each['world_size']}",
             each["device"],
             f"{each['chunk_tokens']:,} tokens, {shown_bytes(each['chunk_bytes'])}",
-            _code(each["layout"][:_LAYOUT_DIGITS]),
+            _word(each["layout"][:_LAYOUT_DIGITS]),
             ready if each["ready"] else "waits for its scheduler or other ranks",
         )
         for each in report["engines"]
@@ -272,19 +322,38 @@ def _models(report: Mapping[str, Any]) -> str:
     return _table(titles, rows, "none has asked for a prompt yet")
 
 
+def _tenants(report: Mapping[str, Any]) -> str:
+    """The largest; nothing while no request had one."""
+    tenants = report.get("tenants", {})
+    if not tenants.keys() - {NONE}:
+        return ""
+    rows = (
+        (
+            name,
+            words.percent(words.rate_of(use["hit_tokens"], use["lookup_tokens"])),
+            f"{use['lookup_tokens']:,}",
+            f"{use['saved_tokens']:,}",
+            shown_bytes(use["stored_bytes"]),
+        )
+        for name, use in [*tenants.items()][:_MOST_TENANTS]
+    )
+    titles = ("tenant", "hit rate ", "tokens asked for ", "not computed ", "written to Redis ")
+    return f"<section><h2>Tenants</h2>{_table(titles, rows, '')}</section>"
+
+
 def _reasons(report: Mapping[str, Any], kind: str) -> str:
     rows = (
-        (_code(name), f"{count:,}", COUNTERS.get(kind + name, ""))
+        (_word(name), f"{count:,}", COUNTERS.get(kind + name, ""))
         for name, count in words.reasons(report, kind).items()
     )
     return _table(("reason", "chunks ", "what it means"), rows, "none")
 
 
-def _misses(misses: Sequence[PastRequest], now_s: float) -> str:
+def _misses(misses: Sequence[PastRequest], now_s: float, exposed: bool) -> str:
     rows = (
         (
             f"{shown_age(max(0.0, now_s - past.at_s))} ago",
-            _code(each.request_id),
+            *([_code(each.request_id)] if exposed else []),
             past.model,
             f"{past.found_chunks:,} of {past.asked_chunks:,}",
             COUNTERS.get(f"miss_{miss.reason}", ", ".join(miss.because) or miss.reason),
@@ -292,4 +361,5 @@ def _misses(misses: Sequence[PastRequest], now_s: float) -> str:
         for each in misses
         if (past := each.lookup) is not None and (miss := past.first_miss) is not None
     )
-    return _table(("when", "request", "model", "chunks hit ", "why"), rows, "none yet")
+    titles = ("when", *(["request"] if exposed else []), "model", "chunks hit ", "why")
+    return _table(titles, rows, "none yet")

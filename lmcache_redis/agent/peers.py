@@ -14,6 +14,7 @@ import msgspec
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CPU
+from lmcache_redis.agent.uses import ModelUse, Tenants
 from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.device.calls import DeviceContext
@@ -109,42 +110,19 @@ class Peer:
         return any(has_ended(*owner) for owner in owners)
 
 
-@dataclass
-class ModelUse:
-    """What the engines of one model have asked for and got since the agent's start.
-
-    saved_tokens: loaded instead of computed. saved_untimed_tokens: those of them whose seconds are
-    not known. saved_prefill_s: of the others; see `sessions`.
-    """
-
-    lookups: int = 0
-    lookup_tokens: int = 0
-    hit_tokens: int = 0
-    retrieved_bytes: int = 0
-    gathered_bytes: int = 0
-    saved_tokens: int = 0
-    saved_untimed_tokens: int = 0
-    saved_prefill_s: float = 0.0
-
-    def saved(self, tokens: int, seconds: float | None) -> None:
-        self.saved_tokens += tokens
-        if seconds is None:
-            self.saved_untimed_tokens += tokens
-        else:
-            self.saved_prefill_s += seconds
-
-
 class Peers:
-    """All peers, by the identity of their connection; and what each model has used.
+    """All peers, by the identity of their connection; and what each model and tenant has used.
 
+    secret: see `tenants.shown`.
     mapping: registrations in progress, also of peers that have left since: their driver may hold up
     this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, secret: bytes = b"") -> None:
         self.mapping = 0
         self._by_identity: dict[bytes, Peer] = {}
         self.models: dict[str, ModelUse] = {}
+        self.tenants = Tenants(secret)
 
     def __len__(self) -> int:
         return len(self._by_identity)
@@ -181,6 +159,10 @@ class Peers:
         if model_name not in self.models and len(self.models) >= MAX_MODELS:
             model_name = OTHER_MODELS
         return self.models.setdefault(model_name, ModelUse())
+
+    def uses_of(self, model_name: str, tenant: str) -> tuple[ModelUse, ...]:
+        """All counts that are to be added to. tenant: as shown."""
+        return self.use_of(model_name), *self.tenants.uses_of(tenant)
 
     @property
     def saved_prefill_s(self) -> float:

@@ -160,6 +160,8 @@ class Registering:
         self._cache.metrics.count("registrations")
         groups = "; ".join(map(_sentence, registration.forms))
         logger.info("registered %s: %s", _name(peer), groups)
+        if self._cache.warming is not None:
+            self._cache.warming.warm(registration.forms)
         # This tells the engine that every copy through a former mapping has ended.
         self._when_unmapped(peer, lambda: reply(m.Done(0)))
         if isinstance(registration.device, CudaDevice):

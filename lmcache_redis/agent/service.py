@@ -44,6 +44,7 @@ from lmcache_redis.chunks.keys import MAX_HASH_BYTES
 from lmcache_redis.chunks.names import ChunkNames, PartNames
 from lmcache_redis.errors import DeviceError, FormatError, GpuLost, LMCacheRedisError, WireError
 from lmcache_redis.processes import process_start_time
+from lmcache_redis.tenants import is_sent
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class Service:
             lookup_deadline_s=agent.config.lookup_deadline_s,
             package_version=__version__,
             canary_every=agent.config.canary_every,
+            store_after=agent.config.store_after,
         )
         self._stopping = False
         self._stop_now = False
@@ -99,12 +101,21 @@ class Service:
         while not self._stopping and self._agent.copies.lost is None:
             self._turn(math.inf)
 
+    def ask(self, question: m.Question, reply: Reply) -> None:
+        """Answers a question of a tool that has not come through the socket. On the loop.
+
+        Raises ``LMCacheRedisError``.
+        """
+        self._handlers.answer(None, question, reply)
+
     def drain(self, deadline_s: float) -> float:
         """Ends what is in flight, until ``deadline_s`` (`time.monotonic()`); forgets all peers.
 
         Returns the deadline of what else the agent waits for: now, after a second `stop`.
         """
         self._handlers.is_stopping = True
+        if self._agent.cache.warming is not None:
+            self._agent.cache.warming.stop()
         hits_until_s = (now_s := time.monotonic()) + _HIT_GRACE_S
         while now_s < deadline_s and not self._stop_now:
             self._agent.cache.begin_writes()  # including chunks gathered meanwhile
@@ -335,7 +346,7 @@ class Handlers:
             self._agent.sessions.end(session)
 
     def _lookup(self, peer: Peer, question: m.Lookup, reply: Reply) -> None:
-        _check_hashes(question.hashes)
+        _check_names(question, (*question.before, *question.hashes))
         remote = self._names(peer, question.remote)
         peer.elsewhere = frozenset(each.worker_id for each in question.remote)
         # It may ask again: what it was answered before is not computed beside what it is now.
@@ -357,7 +368,7 @@ class Handlers:
         registration, hashes = peer.registration, question.hashes
         if registration is None:
             raise DeviceError("no KV cache is registered on this connection")
-        _check_hashes(hashes)
+        _check_names(question)
         check_blocks(registration, question)
         sessions = self._agent.sessions
         if isinstance(question, m.Retrieve):
@@ -379,6 +390,7 @@ class Handlers:
         keys = [(engine, question.request_id) for engine in self._agent.peers.engines_of(peer)]
         key = next((each for each in keys if sessions.get(each) is not None), keys[-1])
         session = sessions.open(key, time.monotonic(), for_lookup=False)
+        sessions.history.request(key).tenant = self._agent.peers.tenants.shown(question.tenant)
         job(self._agent, session, registration, question, reply).start()
 
     def _hold_stores(self, peer: Peer, question: m.HoldStores, reply: Reply) -> None:
@@ -426,9 +438,14 @@ class Handlers:
         return found
 
 
-def _check_hashes(hashes: Sequence[bytes]) -> None:
-    if len(set(map(len, hashes))) > 1:
+def _check_names(
+    question: m.Lookup | m.Store | m.Retrieve, hashes: Sequence[bytes] | None = None
+) -> None:
+    """hashes: all that it names; None: its own."""
+    if len(set(map(len, question.hashes if hashes is None else hashes))) > 1:
         raise WireError("the chunk hashes of a message differ in length")
+    if not is_sent(question.tenant):
+        raise WireError("no engine sends this name of a tenant")
 
 
 def check_blocks(registration: Registration, question: m.Store | m.Retrieve) -> None:

@@ -22,10 +22,12 @@ from itertools import islice
 
 import msgspec
 
+from lmcache_redis.agent.sights import ChunkSights
 from lmcache_redis.cache.pool import Entry, HostPool
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.errors import WireError
 from lmcache_redis.metrics import Metrics
+from lmcache_redis.tenants import NONE
 
 MAX_SESSIONS = 1 << 16
 MAX_CHUNKS = 1 << 32  # of a prompt
@@ -150,7 +152,10 @@ class PartCounts(msgspec.Struct):
 
 
 class PastRequest(msgspec.Struct):
-    """What became of a request: its last lookup, and the parts that were copied since."""
+    """What became of a request: its last lookup, and the parts that were copied since.
+
+    tenant: as `tenants.shown`.
+    """
 
     request_id: str
     engine_id: str
@@ -158,6 +163,7 @@ class PastRequest(msgspec.Struct):
     lookups: int = 0
     lookup: PastLookup | None = None
     parts: PartCounts = msgspec.field(default_factory=PartCounts)
+    tenant: str = NONE
 
 
 class RequestHistory:
@@ -263,10 +269,20 @@ class Session:
 
 
 class Sessions:
-    """All sessions, by engine and request. history: of requests, ended ones included."""
+    """All sessions, by engine and request.
 
-    def __init__(self, pool: HostPool, metrics: Metrics, timeout_s: float) -> None:
+    history: of requests, ended ones included. sights: of their chunks; None: all are written.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        metrics: Metrics,
+        timeout_s: float,
+        sights: ChunkSights | None = None,
+    ) -> None:
         self.history = RequestHistory()
+        self.sights = sights
         self.timeout_s = timeout_s
         self._pool = pool
         self._metrics = metrics

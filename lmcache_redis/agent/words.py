@@ -86,6 +86,21 @@ def failing(redis: Mapping[str, Any]) -> str:
     return f"{error['text']} ({times}{shown_age(error['seconds_ago'])} ago)"
 
 
+def troubles(report: Mapping[str, Any]) -> list[str]:
+    """What is wrong beside tiers that are down or fail."""
+    found = [
+        f"other KV was cached than is computed: layout {each['layout'][:16]}"
+        + (f" in epoch {each['epoch']}" if each["epoch"] else "")
+        + f" is not loaded, {each['agreed']} agreed since"
+        for each in report["canaries"]["distrusted"]
+    ]
+    if removals := report["queues"]["removals"]:
+        found.append(f"{removals:,} wrong chunks could not be removed yet")
+    if why := report["pool"]["lock_failure"]:
+        found.append(f"not all of the host pool is locked for GPUs: {why}")
+    return found
+
+
 def reasons(report: Mapping[str, Any], kind: str) -> dict[str, int]:
     found = {
         name.removeprefix(kind): n

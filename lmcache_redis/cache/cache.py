@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 from lmcache_redis.cache.clearing import Clears
 from lmcache_redis.cache.pacing import TransferRate, WaitQueue
@@ -41,13 +42,23 @@ class Load(ChunkIO):
     missed: str | None = None
 
 
+class PoolFiller(Protocol):
+    """What fills the pool before anybody asks: `warming`, where the methods are described."""
+
+    def warm(self, forms: Sequence[ChunkForm]) -> None: ...
+    def give_way(self) -> None: ...
+    def stop(self) -> None: ...
+    def report(self) -> dict[str, Any]: ...
+
+
 class Cache:
     """See the package.
 
     backings: the tiers, in the order in which they are asked. idle_limit: see `HostPool`.
 
     Attributes:
-        rates: of the tiers' loads. waiting: lookups that wait for room in the pool.
+        rates: of the tiers' loads. waiting: lookups that wait for room in the pool. warming: fills
+            the pool before anybody asks.
     """
 
     def __init__(
@@ -62,6 +73,7 @@ class Cache:
         self.metrics = metrics
         self._is_closed = False
         self.pool = HostPool(memory, idle_limit)
+        self.warming: PoolFiller | None = None
         self.pool.on_evicted = partial(metrics.count, "evictions")
         self.waiting = WaitQueue(owner, self.pool)
         self.tiers = tuple(backing.tier for backing in backings)

@@ -102,6 +102,8 @@ class PrefixLookup:
 
     def start(self) -> None:
         """Pins the chunks in the host pool and looks for the others."""
+        if self._cache.warming is not None:
+            self._cache.warming.give_way()
         self.parts.hold_first()
         bounded, worth, now_s = self.parts.needs.bounded, self._worth, time.monotonic()
         wanted = [each for each in self.parts.missing() if each.part[1] not in bounded]

@@ -171,7 +171,8 @@ class Entry:
     Attributes:
         block: of the pool's memory, ``units`` large.
         refreshed_s: when the tiers were last told to keep it (`time.monotonic()`).
-        position: its number in the prompt that it was stored for.
+        position: its number in the prompt that it was stored for. tenant: of that request.
+        is_held_back: it is not to be written to the tiers.
         watchers: told how the filling ends; None: it has ended.
         cancel: ends the filling early; None if it cannot be cancelled, or has been.
         form, chunk_hash: of the chunk; whoever reserves the entry sets them.
@@ -184,6 +185,8 @@ class Entry:
     state: EntryState = EntryState.FILLING
     refreshed_s: float = 0.0
     position: int = 0
+    tenant: str = ""
+    is_held_back: bool = False
     watchers: list[Callable[[], None]] | None = field(default_factory=list)
     cancel: Callable[[], None] | None = None
     form: ChunkForm = field(init=False)
@@ -249,6 +252,11 @@ class HostPool:
         for key in keys:
             if key in idle:
                 idle.move_to_end(key)
+
+    def touch_least(self, key: bytes) -> None:
+        """It becomes the least recently used, if it has no pins."""
+        if key in self._idle:
+            self._idle.move_to_end(key, last=False)
 
     def get(self, key: bytes) -> Entry | None:
         """The entry of a key, FILLING or READY, or None. Does not count as a use."""

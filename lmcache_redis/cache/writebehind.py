@@ -111,7 +111,11 @@ class WriteBehind:
             return
         if not self._is_doubted(entry.key) and self._backing.tier.lookup(entry.key):
             return
-        if self._has_room(entry.form.chunk_bytes, entry.position):
+        account = self._backing.account
+        if account is not None and not account.admits(entry.tenant):
+            self._metrics.count("drop_quota")
+            account.dropped(entry.tenant, 1)
+        elif self._has_room(entry.form.chunk_bytes, entry.position):
             write = self._add(entry, WRITE_DEADLINE_S)
             write.due_s = time.monotonic() + delay_s
             self.schedule.add(write)
@@ -134,7 +138,8 @@ class WriteBehind:
                     continue
                 present = found and not self.is_removing(entry.key)
                 self._pool.seen(self._index, (entry.key,), there=present)
-                if not present and entry.state is EntryState.READY:
+                is_lacking = not present and entry.state is EntryState.READY
+                if is_lacking and not entry.is_held_back:
                     self.enqueue(entry)
         self.keep(others)
 
@@ -397,6 +402,8 @@ class WriteBehind:
             self._pool.seen(self._index, (entry.key,))
             self._metrics.count(counters.stored_chunks)
             self._metrics.count(counters.stored_bytes, write.nbytes)
+            if self._backing.account is not None:
+                self._backing.account.stored(entry.tenant, write.nbytes)
             self._warned_of = None
         elif entry.state is not EntryState.DISCARDED:
             self._metrics.count(counters.drops[outcome])

@@ -32,9 +32,13 @@ _RANK_AND_NAME_LENGTH = struct.Struct(">IH")
 class ObjectKey:
     """The name of one worker's chunk: hashable, ordered, immutable.
 
-    chunk_hash: not empty; one of more than 63 bytes is replaced by its digest (`bounded_hash`).
-    model_name has 1 to 1,024 bytes of UTF-8, kv_rank 32 bits (`ComputeKVRank`). Raises FormatError
-    for anything else.
+    Attributes:
+        chunk_hash: Not empty. One of more than 63 bytes is replaced by its digest (`bounded_hash`).
+        model_name: 1 to 1,024 bytes of UTF-8.
+        kv_rank: 32 bits (`ComputeKVRank`).
+
+    Raises:
+        FormatError: Anything else.
     """
 
     chunk_hash: bytes

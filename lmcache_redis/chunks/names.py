@@ -38,6 +38,7 @@ MAX_REACH_TOKENS = 1 << 40
 MAX_STRIPE_INDEX = 0xFFFF
 # Behind the user's prefix, of keys that name no stripe. No namespace begins so.
 _CLAIM_MAGIC = KEY_MAGIC + b"claim:"
+_ACCOUNT_MAGIC = KEY_MAGIC + b"tenant:"
 _STRIPE_INDEX = struct.Struct(">H")
 
 
@@ -79,9 +80,20 @@ def is_claim_key(data: bytes, key_prefix: bytes) -> bool:
     return data.startswith(key_prefix + _CLAIM_MAGIC)
 
 
+def account_key(tenant: str, bucket: int, key_prefix: bytes) -> bytes:
+    """The Redis key of what a tenant has written in a bucket of time (`agent.limits`)."""
+    digest = hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
+    return b"%b%b%b:%d" % (key_prefix, _ACCOUNT_MAGIC, digest.encode(), bucket)
+
+
+def names_no_stripe(data: bytes, key_prefix: bytes) -> bool:
+    """Whether it is a key of a claim or an account."""
+    return data.startswith((key_prefix + _CLAIM_MAGIC, key_prefix + _ACCOUNT_MAGIC))
+
+
 def chunk_key_in(data: bytes, key_prefix: bytes) -> bytes | None:
     """The chunk key in the Redis key of a stripe; None for any other key."""
-    if not data.startswith(key_prefix + KEY_MAGIC) or is_claim_key(data, key_prefix):
+    if not data.startswith(key_prefix + KEY_MAGIC) or names_no_stripe(data, key_prefix):
         return None
     return data[: -_STRIPE_INDEX.size]
 

@@ -24,10 +24,19 @@ from lmcache_redis.cli.options import (
     RedisUsername,
     SealKeyFile,
     agent_at,
+    choice,
     fail,
+    number,
     print_found,
 )
-from lmcache_redis.cli.size import KvCacheDtype, PrefillRate, PromptTokens, Ranks, model_name
+from lmcache_redis.cli.size import (
+    MODEL_HELP,
+    KvCacheDtype,
+    PrefillRate,
+    PromptTokens,
+    Ranks,
+    Revision,
+)
 from lmcache_redis.config import AgentConfig, endpoint_path, tools_endpoint
 from lmcache_redis.errors import ConfigError, RedisError
 from lmcache_redis.sources import config_from
@@ -110,17 +119,22 @@ def inspect(
 
 def purge(
     model: Annotated[
-        list[str] | None, typer.Option(help="Chunks of this model; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Chunks of this model; repeatable."),
     ] = None,
     layout: Annotated[
         list[str] | None,
-        typer.Option(help="Chunks of this layout, as `status` and `inspect` show it; repeatable."),
+        typer.Option(
+            metavar="LAYOUT",
+            help="Chunks of this layout, as `status` and `inspect` show it; repeatable.",
+        ),
     ] = None,
     idle_longer_than: Annotated[
-        str | None, typer.Option(help="Chunks not used for this long: 12h, 7d, 2w.")
+        str | None,
+        typer.Option(metavar="AGE", help="Chunks not used for this long: 12h, 7d, 2w."),
     ] = None,
     stored_longer_than: Annotated[
-        str | None, typer.Option(help="Chunks stored longer ago than this.")
+        str | None, typer.Option(metavar="AGE", help="Chunks stored longer ago than this.")
     ] = None,
     everything: Annotated[
         bool, typer.Option("--everything", help="All chunks under the key prefix.")
@@ -130,7 +144,8 @@ def purge(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     keys_per_second: Annotated[
-        float, typer.Option(help="Remove at most this many keys a second.")
+        float,
+        number("--keys-per-second", float, (1, 1_000_000), "Remove at most this many a second."),
     ] = 2000,
     redis_url: RedisUrl = None,
     redis_username: RedisUsername = None,
@@ -160,10 +175,6 @@ def purge(
         stored_longer_than_s=read_age("--stored-longer-than", stored_longer_than),
         everything=everything,
     )
-    if not 1 <= keys_per_second <= 1_000_000:
-        raise ConfigError(
-            f"--keys-per-second is {keys_per_second:g}: set it to between 1 and 1000000"
-        )
     if not (yes or dry_run or sys.stdin.isatty()):
         raise ConfigError(
             "there is no terminal to ask on: give --yes to remove without asking, or --dry-run"
@@ -196,14 +207,22 @@ def doctor(
         ),
     ] = True,
     model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Directory of the model, or its config.json.")
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help=f"{MODEL_HELP}, or its config.json.",
+            show_default="of the agent's engines, else as stored",
+        ),
     ] = None,
+    revision: Revision = "main",
     kv_bytes_per_token: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Of a model, instead of --model.",
-            show_default="of the chunks in Redis, else 131072, of an 8B model",
+        number(
+            "--kv-bytes-per-token",
+            int,
+            (1, 1 << 40),
+            "Of a model, instead of --model.",
+            show_default="as of --model, else 131072, of an 8B model",
         ),
     ] = None,
     prompt_tokens: PromptTokens = 8192,
@@ -211,7 +230,8 @@ def doctor(
     tp: Ranks = 1,
     kv_cache_dtype: KvCacheDtype = "auto",
     fail_on: Annotated[
-        FailOn, typer.Option(help="Least serious finding with which the exit status is 1.")
+        FailOn,
+        choice("--fail-on", FailOn, "Least serious finding with which the exit status is 1."),
     ] = FailOn.warning,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Leave out what is as it should be.")
@@ -235,7 +255,7 @@ def doctor(
     from lmcache_redis.admin.doctor import examine
     from lmcache_redis.admin.facts import Need
     from lmcache_redis.admin.rules import Severity
-    from lmcache_redis.admin.sizes.families import read_config
+    from lmcache_redis.admin.sizes.configs import find_model
     from lmcache_redis.admin.sizes.sizing import SizeOptions, size_model
     from lmcache_redis.client.control import AgentUnreachable
 
@@ -249,7 +269,7 @@ def doctor(
             prompt_tokens=prompt_tokens,
             prefill_tokens_per_s=prefill_tokens_per_s,
         )
-        size = size_model(read_config(model), model_name(model), options)
+        size = size_model(*find_model(model, revision), options)
         need = replace(
             need,
             kv_bytes_per_token=max(1, size.bytes_per_token),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import sys
 from datetime import datetime, timezone
 from functools import partial
@@ -15,9 +14,19 @@ import typer
 
 from lmcache_redis import __version__
 from lmcache_redis.cli import admin
-from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, agent_at, fail, takes_options_of
+from lmcache_redis.cli.options import (
+    AsJson,
+    Endpoint,
+    Timeout,
+    WrongOption,
+    agent_at,
+    fail,
+    print_in_any_encoding,
+    takes_options_of,
+)
 from lmcache_redis.cli.plan import plan
 from lmcache_redis.cli.size import size
+from lmcache_redis.cli.status import status
 from lmcache_redis.cli.top import top
 from lmcache_redis.cli.why import why
 from lmcache_redis.compat.gateway.config import GatewayConfig
@@ -154,20 +163,6 @@ def settings(
 
 
 @app.command()
-def status(endpoint: Endpoint = None, timeout_s: Timeout = 2.0, as_json: AsJson = False) -> None:
-    """Show hit rates, what was saved, what the agent holds, and all counters."""
-    from lmcache_redis.cli.shown import console, status_tables
-
-    report = agent_at(endpoint, timeout_s).status()
-    if as_json:
-        print(json.dumps(report, indent=2))
-        return
-    out = console()
-    for table in status_tables(report):
-        out.print(table)
-
-
-@app.command()
 def ping(endpoint: Endpoint = None, timeout_s: Timeout = 2.0, as_json: AsJson = False) -> None:
     """Check that the agent answers, and show the round trip."""
     pong, took_s = agent_at(endpoint, timeout_s).ping()
@@ -187,6 +182,7 @@ def trust(endpoint: Endpoint = None, timeout_s: Timeout = 2.0, as_json: AsJson =
     print(json.dumps({"layouts": count}) if as_json else f"layouts trusted again: {count}")
 
 
+app.command()(status)
 app.command()(top)
 app.command()(why)
 app.command()(admin.inspect)
@@ -202,8 +198,6 @@ def version(as_json: AsJson = False) -> None:
     print(json.dumps({"version": __version__}) if as_json else __version__)
 
 
-# How pydantic, which typer has read numbers, refuses a word.
-_OF_NUMBERS = re.compile(r"Input should be a valid (number|integer), unable to parse string as .*")
 # Typer has no name of its own for it.
 _UsageError: Any = typer.BadParameter.__base__
 
@@ -213,12 +207,13 @@ def run() -> None:
 
     With `--json` the sentence is in a JSON object.
     """
+    print_in_any_encoding()
     try:
         status = app(prog_name="lmcache-redis", standalone_mode=False)
         sys.exit(status if isinstance(status, int) else 0)
     except StartError as error:
         fail(str(error), 1)  # the same settings may do later: not the status of wrong ones
-    except ConfigError as error:
+    except (ConfigError, WrongOption) as error:
         fail(str(error), 2)
     except LMCacheRedisError as error:
         fail(str(error), 1)
@@ -228,6 +223,5 @@ def run() -> None:
         if not error.args or type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             sys.exit(2)
-        message = _OF_NUMBERS.sub(r"it is not a valid \1", str(error.format_message()))
-        message = message.replace("Input should be", "it should be")
+        message = str(error.format_message())
         fail(message[0].lower() + message[1:].rstrip("."), 2)

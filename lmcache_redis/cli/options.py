@@ -2,21 +2,76 @@
 
 from __future__ import annotations
 
+import codecs
+import enum
 import inspect
+import io
 import json
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
 from lmcache_redis.config import ENDPOINT_VARIABLE, SEAL_KEY_FILE_VARIABLE, tools_endpoint
+from lmcache_redis.errors import ConfigError, LMCacheRedisError
 from lmcache_redis.settings import PREFIX, Setting, settings_of
 
 if TYPE_CHECKING:
     from lmcache_redis.client.control import ControlClient
+    from lmcache_redis.client.http import HttpAgent
 
 _Command = Callable[..., None]
+# Of what is printed, for a terminal or a file of another encoding.
+_PLAIN = {"\u2588": "#", "\u2591": ".", "\u2026": "~"}
+_Choices = TypeVar("_Choices", bound=enum.Enum)
+
+
+class WrongOption(LMCacheRedisError):
+    """A value that an option cannot have. No ValueError: typer would put it into its own words."""
+
+
+def number(
+    option: str,
+    kind: type[int] | type[float],
+    between: tuple[float, float],
+    help_text: str,
+    **more: Any,
+) -> Any:
+    """An option with a number, whose mistakes are told as those of settings are."""
+    of = Setting(
+        name=option[2:].replace("-", "_"),
+        kind=kind.__name__,
+        default=None,
+        optional=False,
+        help=help_text,
+        between=between,
+    )
+
+    def read(given: Any) -> Any:
+        try:
+            value = of.parse(given) if isinstance(given, str) else given
+            of.check(value)
+        except ConfigError as error:
+            raise WrongOption(str(error)) from None
+        return value
+
+    return typer.Option(option, help=help_text, metavar=of.shown_form, parser=read, **more)
+
+
+def choice(option: str, of: type[_Choices], help_text: str) -> Any:
+    """An option with one of the values of an enum."""
+    values = [each.value for each in of]
+
+    def read(given: Any) -> _Choices:
+        try:
+            return of(given)
+        except ValueError:
+            said = f"{option} is {given!r}: choose one of {', '.join(values)}"
+            raise WrongOption(said) from None
+
+    return typer.Option(option, help=help_text, metavar="|".join(values), parser=read)
+
 
 # Options of the commands that use a server or an agent, named as their parameters are.
 # `config_from` and `tools_endpoint` read the variables.
@@ -30,7 +85,8 @@ RedisUrl = Annotated[
     ),
 ]
 RedisUsername = Annotated[
-    str | None, typer.Option(help="ACL user, if not in the URL. [env: LMCACHE_REDIS_USERNAME]")
+    str | None,
+    typer.Option(metavar="NAME", help="ACL user, if not in the URL. [env: LMCACHE_REDIS_USERNAME]"),
 ]
 SealKeyFile = Annotated[
     str | None,
@@ -42,7 +98,8 @@ SealKeyFile = Annotated[
     ),
 ]
 KeyPrefix = Annotated[
-    str | None, typer.Option(help=f"The agents' key prefix. [env: {PREFIX}KEY_PREFIX]")
+    str | None,
+    typer.Option(metavar="TEXT", help=f"The agents' key prefix. [env: {PREFIX}KEY_PREFIX]"),
 ]
 Endpoint = Annotated[
     str | None,
@@ -51,7 +108,14 @@ Endpoint = Annotated[
         help=f"The agent's endpoint. [env: {ENDPOINT_VARIABLE}; default: the agent's default]",
     ),
 ]
-Timeout = Annotated[float, typer.Option(help="Deadline for the answer.")]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        metavar="http://HOST:PORT",
+        help="Ask an agent over HTTP, at its --metrics address, instead of --endpoint.",
+    ),
+]
+Timeout = Annotated[float, number("--timeout-s", float, (0.001, 3600), "Deadline for the answer.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and errors as JSON too.")]
 _ConfigFile = Annotated[
     str | None,
@@ -60,7 +124,8 @@ _ConfigFile = Annotated[
         envvar=f"{PREFIX}CONFIG",
         show_envvar=False,
         help="File with settings, one NAME = VALUE a line, named as these options; # begins a "
-        f"comment. Options and the environment take precedence. [env: {PREFIX}CONFIG]",
+        "comment. Of a name that ends in .toml it is TOML. Options and the environment take "
+        f"precedence. [env: {PREFIX}CONFIG]",
     ),
 ]
 _Check = Annotated[
@@ -111,7 +176,24 @@ def _option_of(setting: Setting) -> Any:
         f"[env: {setting.variable}; default: {setting.shown_default}]",
         metavar=None if is_flag else setting.shown_form,
     )
+    if setting.repeatable:
+        return Annotated[list[str] | None, option]
     return Annotated[(bool if is_flag else str) | None, option]
+
+
+def print_in_any_encoding() -> None:
+    """What stdout cannot encode is printed plainly: bars in ASCII, letters as escapes."""
+
+    def plain(error: UnicodeError) -> tuple[str | bytes, int]:
+        if isinstance(error, UnicodeEncodeError) and (
+            found := _PLAIN.get(error.object[error.start])
+        ):
+            return found, error.start + 1
+        return codecs.backslashreplace_errors(error)
+
+    codecs.register_error("lmcache_redis_plain", plain)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="lmcache_redis_plain")
 
 
 def agent_at(endpoint: str | None, timeout_s: float) -> ControlClient:
@@ -119,6 +201,19 @@ def agent_at(endpoint: str | None, timeout_s: float) -> ControlClient:
     from lmcache_redis.client.control import ControlClient
 
     return ControlClient(endpoint or tools_endpoint(), timeout_s)
+
+
+def agent_anywhere(
+    endpoint: str | None, url: str | None, timeout_s: float
+) -> ControlClient | HttpAgent:
+    """What asks an agent at a URL, else as `agent_at`. Raises ``ConfigError`` for both."""
+    if url is None:
+        return agent_at(endpoint, timeout_s)
+    if endpoint is not None:
+        raise ConfigError("--url and --endpoint both name an agent: give one of them")
+    from lmcache_redis.client.http import HttpAgent
+
+    return HttpAgent(url, timeout_s)
 
 
 def print_found(as_json: bool, found: Any, lines: Iterable[str]) -> None:

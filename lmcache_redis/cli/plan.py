@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmcache_redis.cli.options import AsJson
+from lmcache_redis.cli.options import AsJson, number
+from lmcache_redis.cli.size import MOST_TOKENS
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.settings import parse_size
 
@@ -64,6 +65,9 @@ def plan(
             metavar="N,...", help="Engines, each with its own pool. They get requests in turns."
         ),
     ] = "1",
+    store_after: Annotated[
+        str, typer.Option(metavar="N,...", help="Requests after which a chunk is stored.")
+    ] = "1",
     chunk_size_tokens: Annotated[
         str | None,
         typer.Option(
@@ -80,26 +84,33 @@ def plan(
         ),
     ] = "128KiB",
     block_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of a block with a hash id.")
+        int, number("--block-tokens", int, (1, MOST_TOKENS), "Tokens of a block with a hash id.")
     ] = 512,
     prefill_tokens_per_s: Annotated[
         float | None,
-        typer.Option(
-            min=1,
-            help="How fast a replica computes prompts.",
+        number(
+            "--prefill-tokens-per-s",
+            float,
+            (1, MOST_TOKENS),
+            "How fast a replica computes prompts.",
             show_default="as recorded, else 10000",
         ),
     ] = None,
-    link_gbit: Annotated[float, typer.Option(min=0.001, help="Gbit/s of Redis's link.")] = 25,
+    link_gbit: Annotated[
+        float, number("--link-gbit", float, (0.001, 10**6), "Gbit/s of Redis's link.")
+    ] = 25,
     disk_gbyte: Annotated[
-        float, typer.Option(min=0.001, help="Gbyte/s of each replica's disk.")
+        float, number("--disk-gbyte", float, (0.001, 10**6), "Gbyte/s of each replica's disk.")
     ] = 2,
     usd_per_gib_month: Annotated[
-        float, typer.Option(min=0, help="Of memory, in host pools and in Redis.")
+        float,
+        number("--usd-per-gib-month", float, (0, 10**6), "Of memory, in host pools and in Redis."),
     ] = 3.0,
-    usd_per_disk_gib_month: Annotated[float, typer.Option(min=0, help="Of disk.")] = 0.1,
+    usd_per_disk_gib_month: Annotated[
+        float, number("--usd-per-disk-gib-month", float, (0, 10**6), "Of disk.")
+    ] = 0.1,
     usd_per_gpu_hour: Annotated[
-        float, typer.Option(min=0, help="Of all GPUs of one replica.")
+        float, number("--usd-per-gpu-hour", float, (0, 10**6), "Of all GPUs of one replica.")
     ] = 2.5,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with plots there.")
@@ -107,7 +118,9 @@ def plan(
     example: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Make a trace, write it there, and use it.")
     ] = None,
-    example_requests: Annotated[int, typer.Option(min=1, help="Requests of --example.")] = 2000,
+    example_requests: Annotated[
+        int, number("--example-requests", int, (1, 10**8), "Requests of --example.")
+    ] = 2000,
     as_json: AsJson = False,
 ) -> None:
     """Show what a cache of some size would save: hit rates, GPU time, the link, money.
@@ -120,9 +133,10 @@ def plan(
 
       lmcache-redis plan recorded.jsonl --redis-bytes 0,256GiB
     """
-    from lmcache_redis.plan.figures import Grid, Prices, plan_rows
+    from lmcache_redis.plan.figures import Grid, Prices, plan_rows, stored_less
     from lmcache_redis.plan.pacing import Speeds
     from lmcache_redis.plan.reading import read_trace
+    from lmcache_redis.plan.shown import admission
 
     paths = [*(traces or [])]
     if example is not None:
@@ -148,9 +162,12 @@ def plan(
         disk_bytes=_sizes("--disk-size", disk_size),
         redis_bytes=redis_sizes,
         engine_bytes=parse_size(engine_bytes, "--engine-bytes"),
+        store_after=_counts("--store-after", store_after, 255),
     )
     rows = plan_rows(trace, grid, speeds, prices)
-    _show(paths, trace, rows, _assumed(trace, speeds, prices), html, as_json)
+    less = stored_less(trace, rows, speeds, prices)
+    notes = [*trace.notes] if less is None else [admission(*less), *trace.notes]
+    _show(paths, trace, notes, rows, _assumed(trace, speeds, prices), html, as_json)
 
 
 def _write(path: Path, text: Iterable[str], option: str) -> None:
@@ -213,6 +230,7 @@ def _power_of_two(nbytes: int) -> int:
 def _show(
     paths: Sequence[Path],
     trace: Trace,
+    notes: Sequence[str],
     rows: Sequence[PlanRow],
     assumed: Mapping[str, str],
     html: Path | None,
@@ -220,7 +238,7 @@ def _show(
 ) -> None:
     from lmcache_redis.plan import shown
 
-    notes = [*trace.notes, *shown.warnings(rows)]
+    notes = [*notes, *shown.warnings(rows)]
     name = ", ".join(path.name for path in paths)
     if html is not None:
         text = shown.page(f"Plan for {name}", assumed, notes, rows)
@@ -256,13 +274,17 @@ def _table(title: str, rows: Sequence[PlanRow]) -> Any:
     """Of the columns that differ between rows, and of all that the rows have found."""
     from rich.table import Table
 
-    from lmcache_redis.plan.figures import enough
+    from lmcache_redis.plan.figures import best_row
     from lmcache_redis.plan.shown import COLUMNS
 
-    best = enough(rows)
+    best = best_row(rows)
     always = {"pool GiB", "Redis GiB", "hit rate", "GPU s saved", "$ a month"}
+    # What is stored differs with Redis; it matters where it is chosen.
+    unasked = {"stored GiB"} if len({row.store_after for row in rows}) == 1 else set()
     table, kept = Table(title=title), []
     for column, text in COLUMNS.items():
+        if column in unasked:
+            continue
         texts = [text(row) for row in rows]
         if column in always or len(set(texts)) > 1:
             table.add_column(column, justify="right")

@@ -1,4 +1,4 @@
-"""What STATUS documents of an agent show: the tables of `status`, and a frame of `top`. Pure."""
+"""What STATUS documents of an agent show: tables of `status --all`, and a frame of `top`. Pure."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _GIB = 1 << 30
 _MOST_MODELS = 3
 _MOST_REASONS = 4
 _BAR = 24
+LABEL_WIDTH = 10
 _MOVED = (
     ("to engines", "retrieved_bytes"),
     ("from engines", "gathered_bytes"),
@@ -38,24 +39,18 @@ def console() -> Console:
     return found
 
 
+def all_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
+    """What `status --all` says beside its summary: label, text, and whether it is bad."""
+    change, pool = _CounterChange(None, report), report["pool"]
+    yield "bytes", ", ".join(_moved(change)), False
+    yield "queues", _queues(report), False
+    yield "canaries", _canaries(report).plain, False
+    yield "locked", f"{pool['locked_bytes'] / _GIB:.2f} GiB of the host pool, for GPUs", False
+    yield "chunks", f"of {report['chunk_size_tokens']} tokens", False
+
+
 def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
-    """The agent, its engines, and every counter."""
-    title = f"agent {report['pid']} ({report['version']})"
-    agent = Table(Column(no_wrap=True), Column(overflow="fold"), title=title, show_header=False)
-    agent.add_row("endpoint", report["endpoint"])
-    agent.add_row("up for", words.uptime(report))
-    for row in _overview(_CounterChange(None, report)):
-        agent.add_row(*row)
-    for each in report["canaries"]["distrusted"]:
-        epoch = f" in epoch {each['epoch']}" if each["epoch"] else ""
-        what = f"layout {each['layout'][:16]}{epoch} is not loaded"
-        agent.add_row("", f"{what}, {each['agreed']} agreed since")
-    pool = report["pool"]
-    if pool.get("locked_bytes") or pool.get("lock_failure"):
-        locked = f"{pool['locked_bytes'] / _GIB:.2f} GiB"
-        agent.add_row("locked for GPUs", ", ".join(filter(None, (locked, pool["lock_failure"]))))
-    agent.add_row("chunk size", f"{report['chunk_size_tokens']} tokens")
-    yield agent
+    """The engines, and every counter."""
     model, layout = Column("model", overflow="fold"), Column("layout", no_wrap=True)
     engines = Table(model, "worker", "device", "chunk", layout, "state", title="engines")
     for engine in report["engines"]:
@@ -97,7 +92,7 @@ def frame(before: _Report | None, now: _Report) -> RenderableType:
             no_wrap=True, overflow="ellipsis",
         ),
         Text(f"{change.time}; up for {words.uptime(change.report)}", style="dim"),
-        _grid(change),
+        *_lines(change),
         Text(),
         _models(change),
         Text(),
@@ -162,37 +157,29 @@ def change_document(before: _Report | None, now: _Report) -> dict[str, Any]:
     }
 
 
-def _grid(change: _CounterChange) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", min_width=8)
-    grid.add_column(no_wrap=True, overflow="ellipsis")
-    for row in _overview(change):
-        grid.add_row(*row)
-    return grid
+def _lines(change: _CounterChange) -> Iterator[Text]:
+    """One for each row: no column of a table, which Rich makes narrower than its labels."""
+    for label, said in _overview(change):
+        line = Text(no_wrap=True, overflow="ellipsis")
+        yield line.append(f"{label:<{LABEL_WIDTH}}", "bold").append(said)
 
 
-def _overview(change: _CounterChange) -> Iterator[tuple[str, RenderableType]]:
+def _overview(change: _CounterChange) -> Iterator[tuple[str, Text]]:
     """What a line is about, and what it says."""
     report, rates = change.report, change.hit_rates()
     of = ", ".join(f"{tier} {words.percent(share)}" for tier, share in rates.items())
-    yield "hit rate", f"{words.percent(words.hit_rate({'hit_rate': rates}))}: {of}"
-    yield "saved", words.saved(report)
-    moved = [f"{change.moved(change.counter(name))} {where}" for where, name in _MOVED]
-    yield "bytes", ", ".join(moved[:2])
-    yield "", ", ".join(moved[2:4])
-    if report["disk"]:
-        yield "", ", ".join(moved[4:])
+    yield "hit rate", Text(f"{words.percent(words.hit_rate({'hit_rate': rates}))}: {of}")
+    yield "saved", Text(words.saved(report))
+    moved = _moved(change)
+    for first in range(0, len(moved), 2):
+        yield "" if first else "bytes", Text(", ".join(moved[first : first + 2]))
     pool = report["pool"]
     names = ("used_slots", "slots", "pinned_slots")
     used, whole, pinned = (pool[name] * pool["slot_bytes"] / _GIB for name in names)
     full = round(_BAR * used / whole)
     bar = "█" * full + "░" * (_BAR - full)
-    yield "pool", f"{bar} {used:.2f} of {whole:.2f} GiB, {pinned:.2f} pinned"
-    queues, waiting = report["queues"], report["loads"]["waiting"]
-    queued = f"{queues['writes']:,} chunks, {queues['write_bytes'] / 1e6:,.0f} MB for Redis"
-    removals = queues.get("removals", 0)
-    stays = f"; {removals:,} chunks could not be removed yet" if removals else ""
-    yield "queues", f"{queued}; {waiting} lookups wait for room{stays}"
+    yield "pool", Text(f"{bar} {used:.2f} of {whole:.2f} GiB, {pinned:.2f} pinned")
+    yield "queues", Text(_queues(report))
     redis = report["redis"]
     if not redis["up"]:
         yield "Redis", Text(f"DOWN: {redis['reason']} ({redis['server']})", "bold red")
@@ -201,12 +188,29 @@ def _overview(change: _CounterChange) -> Iterator[tuple[str, RenderableType]]:
     else:
         yield "Redis", Text(f"{redis['server']}: up")
     tiers = report["loads"]["tiers"]
-    yield "loads", ", ".join(f"{name} {words.load_rate(tier)}" for name, tier in tiers.items())
+    yield (
+        "loads",
+        Text(", ".join(f"{name} {words.load_rate(tier)}" for name, tier in tiers.items())),
+    )
     ready, engines = sum(each["ready"] for each in report["engines"]), len(report["engines"])
     lookups = change.happened(change.counter("lookups"), " lookups")
     requests = f"requests: {report['sessions']}; {lookups}"
-    yield "engines", f"workers ready: {ready} of {engines}; {requests}"
+    yield "engines", Text(f"workers ready: {ready} of {engines}; {requests}")
     yield "canaries", _canaries(report)
+
+
+def _moved(change: _CounterChange) -> list[str]:
+    """Bytes from and to engines and each tier."""
+    ways = _MOVED if change.report["disk"] else _MOVED[:4]
+    return [f"{change.moved(change.counter(name))} {where}" for where, name in ways]
+
+
+def _queues(report: Mapping[str, Any]) -> str:
+    queues, waiting = report["queues"], report["loads"]["waiting"]
+    queued = f"{queues['writes']:,} chunks, {queues['write_bytes'] / 1e6:,.0f} MB for Redis"
+    removals = queues.get("removals", 0)
+    stays = f"; {removals:,} chunks could not be removed yet" if removals else ""
+    return f"{queued}; {waiting} lookups wait for room{stays}"
 
 
 def _canaries(report: Mapping[str, Any]) -> Text:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, print_found
+from lmcache_redis.cli.options import AsJson, number, print_found
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.settings import parse_size
 
 # Less was meant in another unit.
 _LEAST_MEMORY_BYTES = 1 << 20
+# Of a prompt, and of what is computed in a second.
+MOST_TOKENS = 10**9
 
+MODEL_HELP = "As for `vllm serve`: a name in the local Hugging Face cache, or a directory"
 PromptTokens = Annotated[
-    int, typer.Option("--prompt-tokens", min=1, help="Length of a usual prompt.")
+    int, number("--prompt-tokens", int, (1, MOST_TOKENS), "Length of a usual prompt.")
 ]
 PrefillRate = Annotated[
     float,
-    typer.Option("--prefill-tokens-per-s", min=1, help="Prefill rate of all engines together."),
+    number(
+        "--prefill-tokens-per-s", float, (1, MOST_TOKENS), "Prefill rate of all engines together."
+    ),
 ]
-Ranks = Annotated[int, typer.Option("--tp", min=1, max=255, help="vLLM's --tensor-parallel-size.")]
+Ranks = Annotated[int, number("--tp", int, (1, 255), "vLLM's --tensor-parallel-size.")]
+Revision = Annotated[str, typer.Option("--revision", metavar="NAME", help="vLLM's option.")]
 KvCacheDtype = Annotated[
     str,
     typer.Option(
@@ -34,20 +39,25 @@ KvCacheDtype = Annotated[
 
 def size(
     model: Annotated[
-        str, typer.Argument(help="Directory of a model, or its config.json.", metavar="MODEL")
+        str, typer.Argument(help=f"{MODEL_HELP}, or its config.json.", metavar="MODEL")
     ],
     memory: Annotated[
         str, typer.Option(metavar="SIZE", help="Memory of Redis, as 64GiB.")
     ] = "64GiB",
     prompt_tokens: PromptTokens = 8192,
     prefill_tokens_per_s: PrefillRate = 8000,
+    revision: Revision = "main",
     tp: Ranks = 1,
     kv_cache_dtype: KvCacheDtype = "auto",
     mamba_ssm_cache_dtype: Annotated[
         str, typer.Option(metavar="TYPE", help="vLLM's option.")
     ] = "auto",
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="vLLM's option.")] = 8192,
-    chunk_size_tokens: Annotated[int, typer.Option(min=1, help="The agents' option.")] = 256,
+    max_num_batched_tokens: Annotated[
+        int, number("--max-num-batched-tokens", int, (1, MOST_TOKENS), "vLLM's option.")
+    ] = 8192,
+    chunk_size_tokens: Annotated[
+        int, number("--chunk-size-tokens", int, (1, MOST_TOKENS), "The agents' option.")
+    ] = 256,
     as_json: AsJson = False,
 ) -> None:
     """Show how much KV a model makes a token, how much of it fits, and how fast Redis must be.
@@ -56,11 +66,11 @@ def size(
 
     Examples:
 
-      lmcache-redis size models/Qwen3-8B
+      lmcache-redis size Qwen/Qwen3-8B
 
       lmcache-redis size config.json --memory 256GiB --tp 8
     """
-    from lmcache_redis.admin.sizes.families import read_config
+    from lmcache_redis.admin.sizes.configs import find_model
     from lmcache_redis.admin.sizes.sizing import SizeOptions, size_json, size_lines, size_model
 
     memory_bytes = parse_size(memory, "--memory")
@@ -76,11 +86,5 @@ def size(
         prompt_tokens=prompt_tokens,
         prefill_tokens_per_s=prefill_tokens_per_s,
     )
-    found = size_model(read_config(model), model_name(model), options)
+    found = size_model(*find_model(model, revision), options)
     print_found(as_json, size_json(found), size_lines(found))
-
-
-def model_name(model: str) -> str:
-    """The name of a model's directory."""
-    path = Path(model).resolve()
-    return (path.parent if path.suffix == ".json" else path).name

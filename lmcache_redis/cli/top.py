@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, Endpoint, agent_at
+from lmcache_redis.cli.options import AsJson, Endpoint, Url, agent_anywhere, number
 
 
 def top(
@@ -21,12 +21,13 @@ def top(
         bool, typer.Option("--once", help="Print one frame, of one interval, and end.")
     ] = False,
     interval_s: Annotated[
-        float, typer.Option(min=0.1, max=60, help="Seconds between two frames.")
+        float, number("--interval-s", float, (0.1, 60), "Seconds between two frames.")
     ] = 1.0,
     endpoint: Endpoint = None,
+    url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Watch this node's agent: hit rate, savings, bytes a second, pool, Redis, models, drops.
+    """Watch an agent: hit rate, savings, bytes a second, pool, Redis, models, drops.
 
     q ends it. An agent that is restarted is found again. Without a terminal, each frame is printed
     after the one before it, and with --json as one line.
@@ -45,7 +46,7 @@ def top(
     from lmcache_redis.cli.shown import change_document, console, frame
     from lmcache_redis.client.control import AgentUnreachable
 
-    agent, out = agent_at(endpoint, 2.0), console()
+    agent, out = agent_anywhere(endpoint, url, 2.0), console()
     before = agent.status()  # where there is no agent, this says so
     if once or as_json or not (out.is_terminal and sys.stdin.isatty()):
         try:

@@ -9,8 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, agent_at, print_found
+from lmcache_redis.cli.options import (
+    AsJson,
+    Endpoint,
+    Timeout,
+    Url,
+    agent_anywhere,
+    number,
+    print_found,
+)
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
+from lmcache_redis.tenants import NONE
 
 # By `first_miss.reason`. Most are the counters `miss_*` of `status`.
 REASONS = MappingProxyType(
@@ -62,8 +71,9 @@ def why(
             show_default=False,
         ),
     ] = None,
-    most: Annotated[int, typer.Option(min=1, max=4096, help="Requests that --list shows.")] = 20,
+    most: Annotated[int, number("--most", int, (1, 4096), "Requests that --list shows.")] = 20,
     endpoint: Endpoint = None,
+    url: Url = None,
     timeout_s: Timeout = 5.0,
     as_json: AsJson = False,
 ) -> None:
@@ -79,7 +89,7 @@ def why(
     """
     if sum((request is not None, last, as_list, layouts is not None)) != 1:
         raise ConfigError("give one of REQUEST_ID, --last, --list and --layouts A B")
-    agent = agent_at(endpoint, timeout_s)
+    agent = agent_anywhere(endpoint, url, timeout_s)
     if layouts is not None:
         wanted = [each.strip().lower() for each in layouts]
         compared = compare(agent.layouts(*wanted), *wanted)
@@ -129,6 +139,8 @@ def request_lines(report: Mapping[str, Any], now_s: float) -> Iterator[str]:
     began_s = request["began_s"]
     yield f"request {request['request_id']}"
     yield _row("engine", f"{request['engine_id']}, {_clock(began_s)}, {_ago(now_s - began_s)}")
+    if (tenant := request.get("tenant", NONE)) != NONE:
+        yield _row("tenant", tenant)
     if lookup is None:
         tokens = report["chunk_size_tokens"]
         yield _row(

@@ -169,18 +169,25 @@ class SchedulerClient:
         hashes: Sequence[bytes],
         *,
         first_chunk: int = 0,
+        before: Sequence[bytes] = (),
         token_s: float = 0.0,
         busy_s: float = 0.0,
+        tenant: str = "",
     ) -> None:
-        """Starts a lookup, as LOOKUP says it, unless the request has one."""
+        """Starts a lookup, as LOOKUP says it, unless the request has one.
+
+        before: of any agent.
+        """
         if request_id in self._lookups:
             return
         hashes, chunk_tokens = tuple(hashes), self.chunk_size_tokens()
         begun, self._begun = tuple(self._begun), {}
         remote = self.ranks.remote()
-        question = m.Lookup(0, request_id, hashes, first_chunk, remote, token_s, busy_s, begun)
-        (call,) = self.link.submit_all([question]) if hashes else self.link.lost(1)
         welcome = self.link.welcome
+        before = tuple(before) if welcome is not None and welcome.store_after > 1 else ()
+        how = token_s, busy_s, begun, before, tenant
+        question = m.Lookup(0, request_id, hashes, first_chunk, remote, *how)
+        (call,) = self.link.submit_all([question]) if hashes else self.link.lost(1)
         deadline_s = time.monotonic() + _GRACE_S + (welcome.lookup_deadline_s if welcome else 0.0)
         lookup = _AskedLookup(hashes, first_chunk, chunk_tokens, call, deadline_s)
         self._lookups[request_id] = lookup

@@ -49,6 +49,7 @@ class TransferOp:
     skip_blocks: a load does not write this many of the first, because other requests may be reading
         them.
     client_named: of a comparison, see `messages.Compare`.
+    tenant: of the request, see `tenants`.
     """
 
     block_ids: Sequence[int]
@@ -56,6 +57,7 @@ class TransferOp:
     skip_blocks: int = 0
     group: int = 0
     client_named: int = 0
+    tenant: str = ""
 
     @property
     def blocks_per_part(self) -> int:
@@ -345,7 +347,8 @@ class WorkerClient:
         lease_ns = _lease(STORE_LEASE_S if after is None else STEP_S + STORE_LEASE_S)
         questions: list[m.Store] = []
         for name, op in zip(request_ids, ops, strict=True):
-            of_op = name, tuple(op.hashes), tuple(op.block_ids), lease_ns, after, op.group
+            hashes, block_ids = tuple(op.hashes), tuple(op.block_ids)
+            of_op = name, hashes, block_ids, lease_ns, after, op.group, op.tenant
             named = op.client_named
             questions.append(m.Compare(0, *of_op, named) if compare else m.Store(0, *of_op))
         calls = self._submit(questions)
@@ -374,7 +377,7 @@ class WorkerClient:
             [
                 m.Retrieve(
                     0, name, tuple(op.hashes), tuple(op.block_ids),
-                    op.skip_blocks * self._block_tokens(op), lease_ns, after, op.group,
+                    op.skip_blocks * self._block_tokens(op), lease_ns, after, op.group, op.tenant,
                 )
                 for name, op, lease_ns in zip(request_ids, ops, leases, strict=True)
             ]

@@ -77,6 +77,8 @@ _ALONE: Final = {
     "lookups": "lookups answered",
     "lookup_chunks": "chunks asked for by lookups",
     "probes": "chunks loaded to learn the rate of a tier",
+    "warmed_chunks": "chunks loaded by --warm-bytes, before anybody asked for them",
+    "warmed_bytes": "their bytes",
     # what loads have saved (`agent.sessions`)
     "saved_tokens": "prompt tokens loaded into blocks instead of computed",
     "saved_untimed_tokens": "saved tokens whose seconds are not known: their engine had not "
@@ -161,7 +163,9 @@ DECLARED: Final = (
             lease="chunks not stored because their blocks were read too late",
             device_error="chunks not stored because an engine's blocks could not be read",
             shutdown="chunks not stored because the agent was shut down",
+            admission="chunks kept in the host pool alone, until --store-after requests name them",
             disk="chunks not written to disk: its queue was full, or the disk failed",
+            quota="chunks not stored because their tenant has used its --tenant-bytes",
         ),
     ),
     Declared(

@@ -1,8 +1,8 @@
-"""`/metrics` for Prometheus, `/healthz` for probes, `/` for people: a small HTTP server.
+"""`/metrics` for Prometheus, `/healthz` for probes, and pages of an agent: a small HTTP server.
 
 It runs on threads of its own, and serves what `Metrics` has counted and what is read on the loop of
-an agent or a gateway (`read_on`). /healthz answers 200 while that loop turns, and 503 with the
-reason when it does not. A gateway has no page at `/`.
+an agent or a gateway (`ask_on`). /healthz answers 200 while that loop turns, and 503 with the
+reason when it does not. HEAD is answered as GET is, without the body.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, TimeoutError
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -49,7 +50,7 @@ _ADVICE = {
 }
 
 _T = TypeVar("_T")
-_WsgiApp = Callable[[dict[str, Any], Any], Iterable[bytes]]
+WsgiApp = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 
 class NoReading(Exception):
@@ -75,26 +76,41 @@ def labelled(
     return family
 
 
-def read_on(post: Callable[[Callable[[], None]], None], read: Callable[[], _T]) -> _T:
-    """What `read` returns on a loop. post: runs an action there soon, from any thread.
+def ask_on(
+    post: Callable[[Callable[[], None]], None],
+    ask: Callable[[Callable[[_T], None]], None],
+    more_s: float = 0.0,
+) -> _T:
+    """What `ask` replies on a loop, now or later. post: runs an action there soon, from any thread.
 
-    Raises NoReading if the loop does not turn.
+    more_s: how long the reply itself may take. Raises NoReading if the loop does not turn.
     """
     found: Future[_T] = Future()
 
     def act() -> None:
         try:
-            found.set_result(read())
-        finally:  # the loop reports an error
+            ask(found.set_result)
+        except BaseException:
             found.cancel()
+            raise  # the loop reports it
 
     post(act)
+    answer_s = _ANSWER_S + more_s
     try:
-        return found.result(_ANSWER_S)
+        return found.result(answer_s)
     except CancelledError:
         raise NoReading("the values could not be read; see the log") from None
     except TimeoutError:
-        raise NoReading(f"the loop has not turned for {_ANSWER_S:g} s") from None
+        raise NoReading(f"the loop has not turned for {answer_s:g} s") from None
+
+
+def read_on(post: Callable[[Callable[[], None]], None], read: Callable[[], _T]) -> _T:
+    """What `read` returns on a loop, as in `ask_on`."""
+
+    def ask(reply: Callable[[_T], None]) -> None:
+        reply(read())
+
+    return ask_on(post, ask)
 
 
 @dataclass(frozen=True)
@@ -174,17 +190,17 @@ def serve_metrics(
     address: tuple[str, int],
     owner: OwnerCollector,
     counted: Collector,
-    page: _WsgiApp | None = None,
+    pages: Mapping[str, WsgiApp] = MappingProxyType({}),
 ) -> Iterator[int]:
     """Serves from entry to exit, and yields the port: for port 0 the one that was chosen.
 
-    owner: what /healthz asks. counted: the other metrics. page: at `/`. Raises StartError on entry
-    if the address cannot be used.
+    owner: what /healthz asks. counted: the other metrics. pages: others, by path. Raises
+    StartError on entry if the address cannot be used.
     """
 
     def health(_: object, start: Any) -> Iterable[bytes]:
         owner.collect()
-        return _text(start, "200 OK", "ok")
+        return plain_text(start, "200 OK", "ok")
 
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
@@ -193,9 +209,9 @@ def serve_metrics(
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
-    routes: dict[str, _WsgiApp] = {"/metrics": make_wsgi_app(registry), "/healthz": health}
-    if page is not None:
-        routes["/"] = page
+    routes: dict[str, WsgiApp] = {
+        "/metrics": make_wsgi_app(registry), "/healthz": health, **pages
+    }  # fmt: skip
     host, port = address
     try:
         server = _MetricsServer(address)
@@ -208,7 +224,7 @@ def serve_metrics(
         "metrics at http://%s:%d/metrics%s",
         f"[{host}]" if ":" in host else host,
         server.server_port,
-        ", a page for people at /" if page else "",
+        ", a page for people at /" if "/" in pages else "",
     )
     try:
         yield server.server_port
@@ -217,18 +233,29 @@ def serve_metrics(
         server.server_close()
 
 
-def _serve(routes: Mapping[str, _WsgiApp], environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+def _serve(routes: Mapping[str, WsgiApp], environ: dict[str, Any], start: Any) -> Iterable[bytes]:
     """A WSGI application made of others, by path."""
+    if environ["REQUEST_METHOD"] == "HEAD":
+        return _head_of(partial(_serve, routes), environ, start)
     if (route := routes.get(environ["PATH_INFO"])) is None:
-        return _text(start, "404 Not Found", f"there are {', '.join(routes)}")
+        return plain_text(start, "404 Not Found", f"there are {', '.join(routes)}")
     if environ["REQUEST_METHOD"] != "GET":
-        return _text(start, "405 Method Not Allowed", "use GET", ("Allow", "GET"))
+        return plain_text(start, "405 Method Not Allowed", "use GET", ("Allow", "GET, HEAD"))
     try:
         return route(environ, start)
     except NoReading as reason:  # none of them has started an answer then
-        return _text(start, "503 Service Unavailable", str(reason))
+        return plain_text(start, "503 Service Unavailable", str(reason))
 
 
-def _text(start: Any, status: str, text: str, *headers: tuple[str, str]) -> list[bytes]:
+def _head_of(route: WsgiApp, environ: dict[str, Any], start: Any) -> list[bytes]:
+    """The status and the headers of a GET, the length of its body among them."""
+    said: list[Any] = []
+    body = b"".join(route({**environ, "REQUEST_METHOD": "GET"}, lambda *these: said.extend(these)))
+    status, headers = said[:2]
+    start(status, [*headers, ("Content-Length", str(len(body)))])
+    return []
+
+
+def plain_text(start: Any, status: str, text: str, *headers: tuple[str, str]) -> list[bytes]:
     start(status, [("Content-Type", "text/plain; charset=utf-8"), *headers])
     return [f"{text}\n".encode()]

@@ -9,7 +9,7 @@ Calls may come from several threads at once; an iterator of `batched_get` is for
 time. Every call ends by a deadline. No call raises because of stored bytes, because a server or a
 disk fails, or because a chunk does not fit: then a put stores nothing and returns False, and a get
 is a miss. Misuse raises: FormatError for a key or a chunk without an encoding, ValueError for wrong
-buffers of `allocate`, RuntimeError after `close`, and in a process that was forked since.
+buffers of `allocate`, Closed after `close`, and RuntimeError in a process that was forked since.
 
 Single flight, promotion and the order of the changes of a key are the cache's (`objects.cache`).
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import threading
 import time
 import weakref
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
-from lmcache_redis.errors import FormatError, LMCacheRedisError, NotListed
+from lmcache_redis.errors import Closed, ConfigError, FormatError, LMCacheRedisError, NotListed
 from lmcache_redis.objects.buffers import (
     Allocate,
     TensorAllocation,
@@ -104,10 +105,10 @@ class CacheThread:
         return future
 
     def check_usable(self) -> None:
-        """Raises RuntimeError after `close`, and after a fork."""
+        """Raises Closed after `close`, and RuntimeError after a fork."""
         check_not_forked("the backend", self._pid)
         if self.is_closed:
-            raise RuntimeError("the backend is closed")
+            raise Closed("the backend is closed")
 
     def release(self, held: HeldChunk | None) -> None:
         """Unpins a chunk that a get has found."""
@@ -141,7 +142,7 @@ class CacheThread:
             self._loop.run_posted()
         self._loop.run_posted()  # what the tiers posted when they closed
         for future in self.calls:
-            future.set_exception(RuntimeError("the backend is closed"))
+            future.set_exception(Closed("the backend is closed"))
         self.objects.cache.pool.clear()
         self._memory.close()
 
@@ -169,19 +170,24 @@ class _Put(NamedTuple):
 
 
 class ChunkBackend:
-    """See the module.
+    """Chunks by key, by blocking calls. No call raises because of stored bytes or of a server.
 
-    storages: memory, a directory or servers, the fastest first; memory can only be the first. A put
-    is written to all; it is stored if any of them stores it. One that does not store it removes
-    what it has under the key. A get asks them in order; a chunk that a lower one has is put into
-    those above. Concurrent gets of one key are one load.
+    A put is written to all storages; it is stored if any of them stores it. One that does not
+    store it removes what it has under the key. A get asks them in order; a chunk that a lower one
+    has is put into those above. Concurrent gets of one key are one load.
 
-    dst_device: where `get` and `batched_get` place tensors: "cpu" or a CUDA device.
+    Args:
+        storages: Memory, a directory or servers, the fastest first; memory can only be the first.
+        dst_device: Where `get` and `batched_get` place tensors: "cpu" or a CUDA device.
 
-    Raises ConfigError for storages that cannot be opened, or that differ in layout or key prefix.
+    Raises:
+        ConfigError: A storage cannot be opened, storages differ in layout or key prefix, or this
+            machine has no such device.
     """
 
     def __init__(self, storages: Sequence[ChunkStorage], dst_device: str = "cpu") -> None:
+        if re.fullmatch(r"cpu|cuda(:[0-9]+)?", str(dst_device)) is None:
+            raise ConfigError(f"the device is {dst_device!r}: choose cpu or cuda, as cuda:0")
         self.dst_device = dst_device
         self._thread = CacheThread(storages)
         self._objects = self._thread.objects
@@ -280,7 +286,10 @@ class ChunkBackend:
     # -------------------------------------------------------------- tensors
 
     def put(self, key: ObjectKey, kv_chunk: torch.Tensor, blocking: bool = True) -> bool:
-        """Store a tensor of one to eight dimensions, without a batch dimension. See `put_bytes`."""
+        """Store a tensor of one to eight dimensions, without a batch dimension. See `put_bytes`.
+
+        The calls with tensors raise ConfigError where there is no torch.
+        """
         return self.put_bytes(key, *encoded(kv_chunk), blocking)
 
     def get(self, key: ObjectKey) -> torch.Tensor | None:

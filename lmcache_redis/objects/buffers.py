@@ -6,8 +6,10 @@ whole copy: 6 ms for 32 MiB, in which no other Python thread runs.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from lmcache_redis.chunks.metadata import (
     dtype_name,
     torch_dtype,
 )
-from lmcache_redis.errors import FormatError
+from lmcache_redis.errors import ConfigError, FormatError
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +28,17 @@ if TYPE_CHECKING:
 # Takes the metadata of a chunk that was found and returns writable buffers for its payload, in
 # order, `metadata.length` bytes in total. None: there is no room, and the get is a miss.
 Allocate = Callable[[RemoteMetadata], Sequence[memoryview] | None]
+
+
+def require_torch() -> ModuleType:
+    """The module. Raises ConfigError if it cannot be imported."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise ConfigError(
+            f"tensors need torch ({error}): `pip install torch`, or keep bytes (put_bytes, "
+            "get_bytes)"
+        ) from None
 
 
 class TensorAllocation:
@@ -37,8 +50,7 @@ class TensorAllocation:
     tensor: torch.Tensor | None = None
 
     def __call__(self, metadata: RemoteMetadata) -> Sequence[memoryview] | None:
-        import torch
-
+        torch = require_torch()
         if len(metadata.shapes) != 1 or not metadata.shapes[0]:
             return None  # stored as bytes: not a tensor
         try:
@@ -54,10 +66,9 @@ class TensorAllocation:
 def encoded(kv_chunk: torch.Tensor) -> tuple[RemoteMetadata, list[memoryview]]:
     """The metadata and the elements, in C order; contiguous ones on the CPU are not copied.
 
-    Raises FormatError for a tensor without an encoding.
+    Raises FormatError for a tensor without an encoding, and as `require_torch`.
     """
-    import torch
-
+    torch = require_torch()
     if not isinstance(kv_chunk, torch.Tensor) or kv_chunk.layout is not torch.strided:
         found = getattr(kv_chunk, "layout", f"a {type(kv_chunk).__name__}")
         raise FormatError(f"a chunk is one dense tensor, not {found}: stack those of its layers")
@@ -70,6 +81,15 @@ def encoded(kv_chunk: torch.Tensor) -> tuple[RemoteMetadata, list[memoryview]]:
     flat = kv_chunk.detach().contiguous().cpu().view(-1).view(torch.uint8)
     metadata = RemoteMetadata(kv_chunk.nbytes, [shape], [name], MemoryFormat.UNDEFINED)
     return metadata, [memoryview(flat.numpy())]
+
+
+def byte_view(buffer: Any, what: str) -> memoryview:
+    """What a caller passes as a buffer. Raises FormatError if it is none, or not contiguous."""
+    try:
+        view = memoryview(buffer)
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except TypeError as problem:
+        raise FormatError(f"{what} is a contiguous buffer of bytes: {problem}") from None
 
 
 def byte_views(buffers: Iterable[memoryview], nbytes: int, what: str) -> list[memoryview]:

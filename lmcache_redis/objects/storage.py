@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DiskTier
@@ -21,6 +22,7 @@ from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS, Backing
 
 # A write may wait for others; a call that hangs is given up earlier (`DiskTier`).
 _DISK_DEADLINE_S = 60.0
+_LONGEST_S = 86_400.0
 # A backend bounds what waits.
 _NO_LIMIT_BYTES = 1 << 62
 
@@ -47,8 +49,8 @@ def in_memory(limit_bytes: int) -> ChunkStorage:
     limit_bytes: the most payload to hold. In addition there may be one block per call in flight,
     and 128 MiB of spare memory. Raises ConfigError unless it is positive.
     """
-    if limit_bytes <= 0:
-        raise ConfigError(f"limit_bytes is {limit_bytes}; it must be positive")
+    if not isinstance(limit_bytes, Integral) or limit_bytes <= 0:
+        raise ConfigError(f"limit_bytes is {limit_bytes!r}; it must be positive, and an int")
     return ChunkStorage(limit_bytes)
 
 
@@ -102,8 +104,10 @@ def in_redis(
 
     Raises ConfigError if a number is invalid, or when it is opened: if the URL names no server.
     """
-    if deadline_s < 0.01:
-        raise ConfigError(f"deadline_s is {deadline_s}; it must be at least 0.01")
+    if not isinstance(deadline_s, Real) or not 0.01 <= deadline_s <= _LONGEST_S:
+        raise ConfigError(f"deadline_s is {deadline_s!r}; it must be from 0.01 to {_LONGEST_S:g}")
+    if not isinstance(redis, (str, RedisOptions)):
+        raise ConfigError(f"redis is a URL or RedisOptions, not {type(redis).__name__}")
     if slot_bytes < 64:
         raise ConfigError("slot_bytes is at least 64")
     options = RedisOptions(redis) if isinstance(redis, str) else redis

@@ -38,17 +38,18 @@ class Grid:
     disk_bytes: Sequence[int]
     redis_bytes: Sequence[int]
     engine_bytes: int = 0
+    store_after: Sequence[int] = (1,)
 
 
 class PlanRow(NamedTuple):
     """One configuration, and what it does.
 
     hit_rate: of the prompt tokens that the engine's own cache did not have, those loaded; also by
-    tier. slower_tokens: found, and not loaded because computing them was faster. gpu_s_saved: to
-    compute the hits. prefill_s_saved: that less the time for which free engines waited for loads.
-    first_token_s_saved: of an average request. busy_share: of the time, replicas still compute
-    prompts; above 1 there are too few. link_*: of the link to Redis, loads and stores. None: the
-    trace has no times.
+    tier. slower_tokens: found, and not loaded because computing them was faster. stored_bytes: to
+    Redis. gpu_s_saved: to compute the hits. prefill_s_saved: that less the time for which free
+    engines waited for loads. first_token_s_saved: of an average request. busy_share: of the time,
+    replicas still compute prompts; above 1 there are too few. link_*: of the link to Redis, loads
+    and stores. None: the trace has no times.
     """
 
     replicas: int
@@ -57,6 +58,7 @@ class PlanRow(NamedTuple):
     disk_bytes: int
     redis_bytes: int
     engine_bytes: int
+    store_after: int
     requests: int
     prompt_tokens: int
     asked_tokens: int
@@ -66,6 +68,7 @@ class PlanRow(NamedTuple):
     hit_rate_disk: float
     hit_rate_redis: float
     slower_tokens: int
+    stored_bytes: int
     gpu_s_saved: float
     prefill_s_saved: float
     first_token_s_saved: float
@@ -76,20 +79,29 @@ class PlanRow(NamedTuple):
     usd_per_month: float
     usd_saved_per_month: float | None
 
+    @property
+    def usd_net_per_month(self) -> float | None:
+        """GPU time saved, less the cache."""
+        saved = self.usd_saved_per_month
+        return None if saved is None else saved - self.usd_per_month
+
 
 def plan_rows(trace: Trace, grid: Grid, speeds: Speeds, prices: Prices) -> list[PlanRow]:
     """Every row of the grid. Raises ``ConfigError`` for chunks that cannot be."""
     rows = []
     for chunk_tokens, replicas in product(grid.chunk_tokens, grid.replicas):
         replay = Replay(trace.in_chunks(chunk_tokens), replicas)
-        for redis, disk, pool in product(grid.redis_bytes, grid.disk_bytes, grid.pool_bytes):
+        tiers = grid.store_after, grid.redis_bytes, grid.disk_bytes, grid.pool_bytes
+        for store_after, redis, disk, pool in product(*tiers):
             sizes = Capacity(pool, disk, redis, grid.engine_bytes)
-            rows.append(_row(replay, sizes, speeds, prices))
+            rows.append(_row(replay, sizes, store_after, speeds, prices))
     return rows
 
 
-def _row(replay: Replay, sizes: Capacity, speeds: Speeds, prices: Prices) -> PlanRow:
-    trace, found = replay.trace, replay.find(sizes)
+def _row(
+    replay: Replay, sizes: Capacity, store_after: int, speeds: Speeds, prices: Prices
+) -> PlanRow:
+    trace, found = replay.trace, replay.find(sizes, store_after)
     loads = decide(replay, found, speeds)
     chunk_tokens = trace.layout.block_tokens
     asked_tokens = int(trace.tokens.sum() - found.begin.sum() * chunk_tokens)
@@ -114,6 +126,7 @@ def _row(replay: Replay, sizes: Capacity, speeds: Speeds, prices: Prices) -> Pla
         replicas=replay.replicas,
         chunk_size_tokens=chunk_tokens,
         **asdict(sizes),
+        store_after=store_after,
         requests=len(trace),
         prompt_tokens=int(trace.tokens.sum()),
         asked_tokens=asked_tokens,
@@ -123,6 +136,7 @@ def _row(replay: Replay, sizes: Capacity, speeds: Speeds, prices: Prices) -> Pla
         hit_rate_disk=rates[1],
         hit_rate_redis=rates[2],
         slower_tokens=int((found.end - loads.end).sum()) * chunk_tokens,
+        stored_bytes=int(found.written.sum()) * trace.layout.nbytes,
         gpu_s_saved=gpu_s,
         prefill_s_saved=prefill_s,
         first_token_s_saved=prefill_s / max(1, int((trace.tokens > 0).sum())),
@@ -135,6 +149,20 @@ def _row(replay: Replay, sizes: Capacity, speeds: Speeds, prices: Prices) -> Pla
     )
 
 
+def stored_less(
+    trace: Trace, rows: Sequence[PlanRow], speeds: Speeds, prices: Prices
+) -> tuple[PlanRow, PlanRow] | None:
+    """The best row with a Redis, and the same with chunks stored after two requests; None:
+    there is no such row, or rows with several numbers of requests.
+    """
+    row = best_row([each for each in rows if each.redis_bytes])
+    if row is None or any(each.store_after > 1 for each in rows):
+        return None
+    sizes = Capacity(row.pool_bytes, row.disk_bytes, row.redis_bytes, row.engine_bytes)
+    replay = Replay(trace.in_chunks(row.chunk_size_tokens), row.replicas)
+    return row, _row(replay, sizes, 2, speeds, prices)
+
+
 def _link(trace: Trace, found: Prefixes, loads: Loads) -> tuple[float, float]:
     """Bytes a second between agents and Redis: on average, and in the busiest part."""
     stored = np.bincount(trace.request_of[found.written], minlength=len(trace))
@@ -145,8 +173,14 @@ def _link(trace: Trace, found: Prefixes, loads: Loads) -> tuple[float, float]:
     return float(moved.sum()) / trace.duration_s, peak
 
 
-def enough(rows: Sequence[PlanRow], share: float = 0.95) -> PlanRow | None:
-    """The cheapest row whose hit rate is at least that share of the best one's."""
-    best = max((row.hit_rate for row in rows), default=0.0)
-    near = [row for row in rows if row.hit_rate >= share * best]
-    return min(near, key=lambda row: row.usd_per_month) if best else None
+def best_row(rows: Sequence[PlanRow], share: float = 0.95) -> PlanRow | None:
+    """What nets the most dollars; without times in the trace, what costs least of the rows with at
+    least that share of the highest hit rate. None if no row hits."""
+    highest = max((row.hit_rate for row in rows), default=0.0)
+    if not highest:
+        return None
+    known = [row for row in rows if row.usd_net_per_month is not None]
+    if known:
+        return max(known, key=lambda row: (row.usd_net_per_month or 0.0, -row.usd_per_month))
+    near = [row for row in rows if row.hit_rate >= share * highest]
+    return min(near, key=lambda row: row.usd_per_month)

@@ -7,6 +7,9 @@ what is computed is written to all, and tiers are told what the pool serves. So 
 exactly if an LRU cache of that size, used by all requests, has it. The host pool, the disk and the
 engine's own cache see the requests of their replica, Redis those of all.
 
+With ``store_after`` N a chunk is in disk and Redis only from the Nth request of one replica on that
+names it: uses before do not reach them.
+
 LRU keeps what was used last, so a cache of some size holds all that a smaller one does. One pass
 gives, for each access, the number of different chunks used since the last access to the same one
 (Mattson et al., 1970): a cache of at least that number of chunks hits.
@@ -65,19 +68,40 @@ class Replay:
         # Of each chunk when its request begins: in what all share, and in what its replica has.
         self._shared = _distances(trace, np.zeros(len(trace), np.int64))
         self._own = self._shared if replicas == 1 else _distances(trace, self.replica_of)
+        everything = np.ones(len(trace.ids), bool)
+        # Both in tiers behind the pools, by the requests after which a chunk is stored.
+        self._stored = {1: (self._shared, self._own, everything)}
+        replica = self.replica_of[trace.request_of]
+        self._seen = _times_seen(trace.ids * replicas + replica)
 
-    def find(self, sizes: Capacity) -> Prefixes:
-        """Which prefix of each request is where."""
+    def find(self, sizes: Capacity, store_after: int = 1) -> Prefixes:
+        """Which prefix of each request is where. store_after: as the agent's."""
         layout = self.trace.layout
-        in_redis = self._shared <= sizes.redis_bytes // layout.nbytes
+        shared, own, stored = self._stored_after(store_after)
+        in_redis = shared <= sizes.redis_bytes // layout.nbytes
         places = np.full(len(self.trace.ids), NOWHERE, np.int8)
         places[in_redis] = TIERS.index("redis")
-        places[self._own <= sizes.disk_bytes // layout.pool_bytes] = TIERS.index("disk")
+        places[own <= sizes.disk_bytes // layout.pool_bytes] = TIERS.index("disk")
         places[self._own <= sizes.pool_bytes // layout.pool_bytes] = TIERS.index("pool")
         in_engine = self._own <= sizes.engine_bytes // layout.pool_bytes
         begin = self._leading(in_engine)
         end = self._leading(in_engine | (places != NOWHERE))
-        return Prefixes(begin, end, places, ~in_redis & bool(sizes.redis_bytes))
+        return Prefixes(begin, end, places, stored & ~in_redis & bool(sizes.redis_bytes))
+
+    def _stored_after(self, store_after: int) -> tuple[Ints, Ints, Bools]:
+        """The distances in tiers behind the pools, and of which accesses the chunk is stored."""
+        if store_after not in self._stored:
+            stored = self._seen >= store_after
+            if self.replicas > 1:  # what one has stored, all load, and keep on disk
+                first = np.full(int(self.trace.ids.max(initial=0)) + 1, len(stored))
+                np.minimum.at(first, self.trace.ids[stored], np.flatnonzero(stored))
+                stored = np.arange(len(stored)) >= first[self.trace.ids]
+            shared = _distances(self.trace, np.zeros(len(self.trace), np.int64), stored)
+            own = shared
+            if self.replicas > 1:
+                own = _distances(self.trace, self.replica_of, stored)
+            self._stored[store_after] = shared, own, stored
+        return self._stored[store_after]
 
     def _leading(self, has: Bools) -> Ints:
         """How many leading chunks of each request's prompt there are."""
@@ -92,9 +116,14 @@ class Replay:
         return int(np.quantile(again, share) * self.trace.layout.nbytes) if len(again) else 0
 
 
-def _distances(trace: Trace, replica_of: Ints) -> Ints:
-    """Of each access to the caches of its request's replica, when the request begins."""
+def _distances(trace: Trace, replica_of: Ints, reaches: Bools | None = None) -> Ints:
+    """Of each access to the caches of its request's replica, when the request begins.
+
+    reaches: the accesses that reach the caches, if not all do; the others are never hits.
+    """
     at, replica = np.arange(len(trace.ids)), replica_of[trace.request_of]
+    if reaches is not None:
+        at = at[reaches]
     # One replica after the other; of a request the questions, then the uses, backwards.
     questions_then_uses = np.concatenate([at, at[::-1]])
     is_use = np.repeat([False, True], len(at))
@@ -103,7 +132,7 @@ def _distances(trace: Trace, replica_of: Ints) -> Ints:
     both, is_question = questions_then_uses[order], ~is_use[order]
     apart = trace.ids + replica * (int(trace.ids.max(initial=0)) + 1)
     found = stack_distances(apart[both])
-    distances = np.empty(len(at), np.int64)
+    distances = np.full(len(trace.ids), NEVER, np.int64)
     distances[both[is_question]] = found[is_question]
     return distances
 
@@ -126,6 +155,16 @@ def stack_distances(ids: Ints) -> Ints:
     rank[np.argsort(earlier)] = np.arange(len(again))
     distances[again] = of_first[again] + _smaller_before(rank) - earlier
     return distances
+
+
+def _times_seen(ids: Ints) -> Ints:
+    """How many accesses to the same chunk there have been with this one."""
+    order = np.argsort(ids, kind="stable")
+    same = np.append(False, ids[order[1:]] == ids[order[:-1]])[: len(ids)]
+    at = np.arange(len(ids))
+    seen = np.empty(len(ids), np.int64)
+    seen[order] = at - np.maximum.accumulate(np.where(same, 0, at)) + 1
+    return seen
 
 
 def _previous_access(ids: Ints) -> Ints:

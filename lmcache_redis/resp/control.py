@@ -215,17 +215,21 @@ def walk_keys(
     while cursor != b"0":
         words: tuple[bytes | str | int, ...] = ("MATCH", pattern, "COUNT", STEP_KEYS, *more)
         connection = yield (pack_command("SCAN", cursor or b"0", *words),), 1
-        match connection.receive(1):
-            case [[bytes() as cursor, list() as some]] if cursor.isdigit():
-                keys = [key for key in some if isinstance(key, bytes)]
-            case _:
-                raise RedisProtocolError("malformed reply to SCAN: expected a cursor and keys")
+        cursor, keys = parse_scan(connection.receive(1)[0])
         unwanted = found(keys)
         if unwanted is None:
             return
         if unwanted:
             connection = yield (keys_commands(b"UNLINK", unwanted),), len(unwanted)
             removed(sum([parse_count(reply) for reply in connection.receive(len(unwanted))]))
+
+
+def parse_scan(reply: Reply) -> tuple[bytes, list[bytes]]:
+    """The next cursor, and keys."""
+    match reply:
+        case [bytes() as cursor, list() as some] if cursor.isdigit():
+            return cursor, [key for key in some if isinstance(key, bytes)]
+    raise RedisProtocolError("malformed reply to SCAN: expected a cursor and keys")
 
 
 def parse_header(reply: Reply) -> StripeHeader | None:

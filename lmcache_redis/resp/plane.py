@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -29,6 +29,7 @@ from lmcache_redis import native
 from lmcache_redis.chunks.frame import STORE_ID_BYTES, ChunkFrame
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.chunks.names import claim_key, is_claim_key, stripe_key
+from lmcache_redis.resp.adding import add_each
 from lmcache_redis.resp.codecs import codec_of
 from lmcache_redis.resp.control import (
     Steps,
@@ -48,6 +49,7 @@ from lmcache_redis.resp.net.commands import Command, Use, needed
 from lmcache_redis.resp.net.wire import escape_pattern, keys_commands, prefix_pattern
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import RedisOptions, parse_deployment, uses_of
+from lmcache_redis.resp.ranking import MostUsed, RankedKeys, walk_uses
 from lmcache_redis.resp.transfers import Read, Write
 from lmcache_redis.resp.unlinking import remove_chunk
 from lmcache_redis.tiers import (
@@ -57,6 +59,7 @@ from lmcache_redis.tiers import (
     ExistsResult,
     FramesResult,
     KeysResult,
+    NumbersResult,
     PlaneState,
     PlaneStats,
     ReadDone,
@@ -78,22 +81,29 @@ _FRAMES = partial(ask_each, header_commands, parse_frame)
 
 
 class RedisPlane:
-    """See the module. A tier of a cache (`lmcache_redis.tiers`) without an index.
+    """Chunks between slots and Redis: a tier of a cache (`lmcache_redis.tiers`) without an index.
 
     A chunk exists if its stripe 0 does, which is written last. Of the keys of a shard that does not
     answer, and of those in a slot that moves, nothing is known. A question is DONE if anything is,
     and a removal if everything is.
 
-    Raises ConfigError on construction for a URL that names no server.
+    Args:
+        options: Of the server and its connections.
+        uses: What else its user needs rights for.
+
+    Raises:
+        ConfigError: The URL names no server.
     """
 
     name = "Redis"
 
-    def __init__(self, options: RedisOptions) -> None:
+    def __init__(self, options: RedisOptions, uses: Sequence[Use] = ()) -> None:
         self.options = options
+        self._uses = tuple(uses)
         self.deployment = parse_deployment(options)
         self._jobs = Jobs()
         self._nodes = DataNodes(self.deployment, options, self._jobs)
+        self.adds_up = False  # whether `add_up` is used
         # What servers evict and expire.
         self.removals = self._nodes.removals
 
@@ -155,8 +165,10 @@ class RedisPlane:
     @property
     def commands(self) -> tuple[Command, ...]:
         """Those that its user needs rights for, by the settings and by who listens now."""
-        routers = (Use.ROUTERS,) if self.removals.is_listening else ()
-        return needed((*uses_of(self.deployment, self.options.ttl_refresh), *routers))
+        uses = {Use.ROUTERS: self.removals.is_listening, Use.TENANTS: self.adds_up}
+        others = (use for use, is_used in uses.items() if is_used)
+        always = uses_of(self.deployment, self.options.ttl_refresh)
+        return needed((*always, *self._uses, *others))
 
     def stats(self) -> PlaneStats:
         """Counts since the start, taken at one moment."""
@@ -294,6 +306,28 @@ class RedisPlane:
                 steps, deadline, claims, lambda *_: None, is_urgent=False, is_write=True
             )
 
+    def add_up(
+        self,
+        keys: Sequence[bytes],
+        amounts: Mapping[bytes, int],
+        ttl_s: int,
+        deadline: float,
+        done: Done[NumbersResult],
+    ) -> None:
+        """The numbers under keys, after their amounts are added, after scans. Uses INCRBY.
+
+        A key expires ``ttl_s`` seconds after it is made. What of a server that has not answered was
+        added is not known.
+        """
+
+        def answer(outcome: CallOutcome, numbers: Sequence[int | None]) -> None:
+            done(NumbersResult(outcome, numbers if outcome is CallOutcome.DONE else ()))
+
+        steps = partial(add_each, amounts, ttl_s, self._nodes.note)
+        self._nodes.ask_for_each(
+            steps, deadline, keys, answer, is_urgent=False, is_write=bool(amounts)
+        )
+
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """The frames of the chunks, whatever their layout. Uses GETRANGE."""
 
@@ -330,6 +364,22 @@ class RedisPlane:
 
         pattern = escape_pattern(prefix) + b"*" + _FIRST_STRIPE
         steps = partial(walk_keys, pattern, found, "TYPE", "string")
+        self._walk(steps, deadline, walked)
+
+    def rank(
+        self, prefixes: Sequence[bytes], limit: int, deadline: float, done: Done[RankedKeys]
+    ) -> None:
+        """The keys with one of these prefixes that are used most, about `limit` at most.
+
+        SCANs all servers, in small steps, after scans. Uses OBJECT. If they do not answer in time,
+        what was found until then.
+        """
+        found = MostUsed(prefixes, _FIRST_STRIPE, limit)
+        steps = partial(walk_uses, prefix_pattern(prefixes) + _FIRST_STRIPE, found)
+
+        def walked(outcome: CallOutcome) -> None:
+            done(RankedKeys(outcome, found.ranked(), found.refused))
+
         self._walk(steps, deadline, walked)
 
     def remove(

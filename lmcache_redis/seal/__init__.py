@@ -49,7 +49,11 @@ class Opened(enum.Enum):
 
 
 class SealKeys:
-    """Keys of 32 bytes: the first seals, all of them open. Thread-safe. Raises ConfigError."""
+    """Keys of 32 bytes: the first seals, all of them open. Thread-safe. Raises ConfigError.
+
+    Attributes:
+        tenants: a secret that the first key gives (`tenants.shown`).
+    """
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         if not keys or any(len(key) != _KEY_BYTES for key in keys):
@@ -63,6 +67,7 @@ class SealKeys:
             ) from error
         self._ciphers: dict[bytes, Xaes256Gcm] = {_id_of(key): Xaes256Gcm(key) for key in keys}
         self.ids = tuple(self._ciphers)
+        self.tenants = sha256(b"lmcr1.seal.tenants" + keys[0]).digest()
 
     def __repr__(self) -> str:
         return f"SealKeys({', '.join(key_id.hex() for key_id in self.ids)})"

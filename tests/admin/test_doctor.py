@@ -22,6 +22,8 @@ from lmcache_redis.admin.names import parse_name
 from lmcache_redis.admin.report import diagnosis_lines
 from lmcache_redis.admin.rules import Finding, Severity, judge
 from lmcache_redis.admin.server import Primary, PrimaryServers, open_server
+from lmcache_redis.admin.sizes.sizing import SizeOptions, size_model
+from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import FormatError, RedisFull, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
 from tests.acl import PASSWORD, documented_url
@@ -153,3 +155,39 @@ def test_the_exit_status(severity: Severity) -> None:
     finding = Finding(severity, "topic", "seen")
     diagnosis = Diagnosis((), (dataclasses.replace(finding, severity=Severity.OK), finding))
     assert diagnosis.exit_status == (1 if severity <= Severity.WARNING else 0)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_need_of_an_engine_is_that_of_its_model(nodes: int) -> None:
+    """Windows and states as `size` counts them; and of two ranks, one may be on another node."""
+    config = {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["mamba"] * 3 + ["attention"],
+        **{"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8},
+        **{"num_key_value_heads": 2, "mamba_n_heads": 16, "mamba_d_head": 64},
+        **{"mamba_d_state": 16, "mamba_n_groups": 2, "mamba_expand": 2, "mamba_d_conv": 4},
+    }
+    size = size_model(config, "org/model", SizeOptions(tp=2, prompt_tokens=32768))
+    workers = [
+        {
+            **{"engine_id": "e", "model": "org/model", "world_size": 2},
+            "chunk_tokens": size.chunk_tokens,
+            "groups": [
+                {
+                    "layout": f"{rank} {group.kind}",
+                    "part_bytes": group.part.part_bytes,
+                    "reach": group.reach.kind,
+                    "reach_tokens": group.reach.tokens,
+                }
+                for group in size.groups
+            ],
+        }
+        for rank in range(2 // nodes)
+    ]
+    report = {"engines": workers, "pool": {"slot_bytes": DEFAULT_SLOT_BYTES}}
+    need = doctor._as_registered(Need(prompt_tokens=32768), report)
+    tokens = size.chunks * size.chunk_tokens
+    assert need.kv_bytes_per_token == round(size.payload_bytes / tokens)
+    assert need.memory_per_token == pytest.approx(size.stored_bytes / tokens)
+    assert need.loaded_per_token == pytest.approx(size.loaded_bytes_per_token)
+    assert (need.of, need.is_known) == ("org/model, as registered with the agent", True)

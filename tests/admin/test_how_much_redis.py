@@ -18,7 +18,7 @@ from tests.admin.models import PUBLISHED, Published
 pytest.importorskip("transformers", reason="writes the configs of models")
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-much-redis.md"
-EXAMPLE = "Llama-3.1-8B"
+EXAMPLE = "meta-llama/Llama-3.1-8B"
 SHOWN = (
     *("Llama-3.1-8B", "Llama-3.3-70B", "Qwen3-8B", "Qwen3-30B-A3B", "gpt-oss-120b"),
     *("Gemma-3-27B", "Qwen3-Next-80B-A3B", "DeepSeek-V3"),
@@ -73,12 +73,16 @@ def _besides(found: ModelSize) -> Iterator[str]:
         yield f"windows save {100 * saved / (saved + loaded):.0f} % of a load"
 
 
-def example(directory: Path, name: str) -> str:
-    """What the command prints."""
-    (directory / name).mkdir(parents=True)
-    (directory / name / "config.json").write_text(json.dumps(of_name(name).config()))
+def example(hub: Path, name: str) -> str:
+    """What the command prints of a model in the cache of huggingface_hub."""
+    repository = hub / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("c0ffee")
+    (repository / "snapshots" / "c0ffee").mkdir(parents=True)
+    config = of_name(name.rpartition("/")[2]).config()
+    (repository / "snapshots" / "c0ffee" / "config.json").write_text(json.dumps(config))
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        size(str(directory / name))
+        size(name)
     return said.getvalue()
 
 
@@ -89,8 +93,11 @@ def test_the_table_is_that_of_the_code() -> None:
     )
 
 
-def test_the_example_is_what_the_command_prints(tmp_path: Path) -> None:
-    assert example(tmp_path, EXAMPLE) in PAGE.read_text()
+def test_the_example_is_what_the_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert f"$ lmcache-redis size {EXAMPLE}\n{example(tmp_path, EXAMPLE)}" in PAGE.read_text()
 
 
 @pytest.mark.parametrize("name", KNOWN_KIB)

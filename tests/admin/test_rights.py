@@ -68,7 +68,7 @@ def test_each_command_of_an_agent_is_tried(own_server: RedisServer, command: Com
     assert not findings_about("tools", diagnosis.findings)
 
 
-@pytest.mark.parametrize("use", [Use.TTL_REFRESH, Use.DATABASE, Use.ROUTERS])
+@pytest.mark.parametrize("use", [Use.TTL_REFRESH, Use.DATABASE, Use.ROUTERS, Use.WARM])
 def test_what_an_agent_uses_is_tried(own_server: RedisServer, use: Use) -> None:
     """In the database of the URL, also if that cannot be selected."""
     documented_url(own_server, "agent", "resetchannels", "&__keyevent@3__:*")

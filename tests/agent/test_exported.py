@@ -13,7 +13,8 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache_redis.agent.exported import metrics_of
+from lmcache_redis.agent.exported import metrics_of, tenants_of
+from lmcache_redis.agent.uses import TenantUse
 from lmcache_redis.config import AgentConfig, parse_address
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.metrics import Metrics
@@ -72,7 +73,7 @@ def test_a_scrape_says_what_status_says(tmp_path: Path, redis_server: RedisServe
             value
             for (name, _), value in found.items()
             if name.endswith("_total")
-            and not name.startswith("lmcache_redis_model_")
+            and not name.startswith(("lmcache_redis_model_", "lmcache_redis_tenant_"))
             and name.startswith("lmcache_redis_")
         )
         assert exposed == sum(counters.values())
@@ -147,7 +148,8 @@ STATUS: dict[str, Any] = {
 
 
 def all_metrics() -> list[Metric]:
-    return [*Metrics().registry.collect(), *metrics_of(STATUS)]
+    tenants = tenants_of({"t": TenantUse()})
+    return [*Metrics().registry.collect(), *metrics_of(STATUS), *tenants]
 
 
 def test_values_of_a_status() -> None:

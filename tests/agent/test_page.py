@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from copy import deepcopy
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_redis.agent.history import MINUTES, Minute
 from lmcache_redis.agent.page import HEADERS, page
 from lmcache_redis.agent.sessions import FirstMiss, PastLookup, PastRequest
 from lmcache_redis.metrics import COUNTERS
@@ -36,6 +38,7 @@ STATUS: dict[str, Any] = {
     "tokens_saved": 12_288, "tokens_saved_untimed": 0, "prefill_s_saved": 3.456,
     "counters": dict.fromkeys(COUNTERS, 0) | {"lookup_chunks": 64, "miss_absent": 9},
 }  # fmt: skip
+HOUR = [Minute()] * MINUTES
 
 
 class Text(HTMLParser):
@@ -59,7 +62,7 @@ class Text(HTMLParser):
 
 
 def shown(**changed: Any) -> str:
-    return Text(page({**STATUS, **changed}, [], NOW_S)).text
+    return Text(page({**STATUS, **changed}, HOUR, [], NOW_S, False)).text
 
 
 def test_it_says_what_the_cache_is_worth() -> None:
@@ -125,13 +128,86 @@ def test_names_of_others_are_text() -> None:
         at_s=NOW_S - 90, model=EVIL, first_chunk=0, asked_chunks=4, chunk_tokens=64, found_chunks=1,
         first_miss=FirstMiss(1, 64, EVIL, (), ""),
     )  # fmt: skip
-    html = page(status, [PastRequest(EVIL, "engine", NOW_S, 1, miss)], NOW_S)
+    html = page(status, HOUR, [PastRequest(EVIL, "engine", NOW_S, 1, miss)], NOW_S, True)
     found = Text(html)
     assert not {"script", "img"} & {*found.tags}
     assert found.text.count(" ".join(EVIL.split())) == 30
     assert "90 s ago" in found.text
     assert "1 of 4" in found.text
     assert "lmcache-redis why REQUEST says more of each." in found.text
+    hidden = Text(
+        page(STATUS, HOUR, [PastRequest("an-id", "engine", NOW_S, 1, miss)], NOW_S, False)
+    ).text
+    assert "1 of 4" in hidden
+    assert "an-id" not in hidden
+    assert "this page too with --expose-requests" in hidden
+
+
+# Appended to the page; the agent's own has no script, and its headers allow none.
+MEASURE = """
+<pre id="measured"></pre><script>
+const wider = each => each.scrollWidth > each.clientWidth;
+const named = each => (each.querySelector("h2") || each).textContent.slice(0, 40);
+document.getElementById("measured").textContent = JSON.stringify({
+  view: innerWidth,
+  page: document.documentElement.scrollWidth,
+  wide: [...document.querySelectorAll("section")].filter(wider).map(named),
+  broken: [...document.querySelectorAll("code.word")]
+    .filter(each => each.getClientRects().length > 1).map(each => each.textContent),
+  words: document.querySelectorAll("code.word").length,
+  server: document.querySelector("td[data-title=used] code").getClientRects().length,
+  titles: getComputedStyle(document.querySelector("thead")).display,
+})</script>
+"""
+SERVER = "rediss+cluster://cache.production.example.internal:6379"
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize(
+    ("width", "lines", "titles"), [(390, 3, "none"), (1280, 1, "table-header-group")]
+)
+def test_it_fits_a_phone_and_a_desk(tmp_path: Path, width: int, lines: int, titles: str) -> None:
+    browser = Browser.find(tmp_path / "profile")
+    misses = {name: n for n, name in enumerate(COUNTERS) if name.startswith(("miss_", "drop_"))}
+    model = "meta-llama/Llama-4-Maverick-17B-128E-Instruct-FP8"
+    miss = FirstMiss(1, 64, "redis_error", (), "")
+    lookup = PastLookup(
+        model=model, first_chunk=0, asked_chunks=4, chunk_tokens=64, first_miss=miss
+    )
+    use = {
+        "lookups": 1_234_567, "lookup_tokens": 9, "hit_tokens": 1, "saved_tokens": 12_345_678,
+        "saved_untimed_tokens": 2, "saved_prefill_s": 98_765.4,
+    }  # fmt: skip
+    engine = {
+        "model": model, "worker_id": 0, "world_size": 8, "device": "cuda", "chunk_tokens": 256,
+        "chunk_bytes": 32 << 20, "layout": "0123456789abcdef" * 4, "ready": False,
+    }  # fmt: skip
+    status = deepcopy(STATUS) | {
+        "counters": STATUS["counters"] | misses, "engines": [engine], "models": {model: use},
+    }  # fmt: skip
+    status["redis"]["server"] = SERVER
+    hour = [Minute(asked_chunks=8, host=n % 5, to_engines_bytes=n, saved_tokens=n)
+            for n in range(MINUTES)]  # fmt: skip
+    past = [PastRequest(f"chatcmpl-{'9c1fd9d1-' * 5}0", "engine", NOW_S, 1, lookup)]
+    html = page(status, hour, past, NOW_S, True).replace("</body>", f"{MEASURE}</body>")
+
+    def answer(_: object, start: Callable[..., None]) -> list[bytes]:
+        start("200 OK", [("Content-Type", "text/html; charset=utf-8")])
+        return [html.encode()]
+
+    owner = OwnerCollector(lambda action: action(), list)
+    with serve_metrics(("127.0.0.1", 0), owner, owner, {"/": answer}) as port:
+        dom = browser.dom(f"http://127.0.0.1:{port}/", (width, 844))
+    found = re.search(r'id="measured">(\{.*?\})<', dom)
+    assert found is not None
+    measured = json.loads(found[1])
+    assert measured["view"] == width
+    assert measured["page"] <= width
+    assert measured["wide"] == []
+    assert measured["broken"] == []
+    assert measured["words"] > 10
+    assert measured["server"] <= lines
+    assert measured["titles"] == titles
 
 
 @pytest.mark.servers
@@ -140,7 +216,9 @@ def test_an_agent_has_one_in_a_browser(tmp_path: Path, redis_server: RedisServer
     image = pytest.importorskip("PIL.Image")
     prompt = block_hashes("a prompt", 16)
     with (
-        AgentServer(tmp_path / "agent", redis_server.unix_url, metrics="127.0.0.1:0") as agent,
+        AgentServer(
+            tmp_path / "agent", redis_server.unix_url, metrics="127.0.0.1:0", expose_requests=True
+        ) as agent,
         Engine(agent.endpoint, model_name="org/model <b>") as engine,
     ):
         engine.store("first", prompt, range(16))
@@ -175,11 +253,11 @@ def test_the_browser_asks_again_by_itself(tmp_path: Path, monkeypatch: pytest.Mo
     def answer(_: object, start: Callable[..., None]) -> list[bytes]:
         asked.append(None)
         start("200 OK", [*HEADERS])
-        return [page(STATUS, [], NOW_S).encode()]
+        return [page(STATUS, HOUR, [], NOW_S, False).encode()]
 
     owner = OwnerCollector(lambda action: action(), list)
     with (
-        serve_metrics(("127.0.0.1", 0), owner, owner, answer) as port,
+        serve_metrics(("127.0.0.1", 0), owner, owner, {"/": answer}) as port,
         browser.open(f"http://127.0.0.1:{port}/"),
     ):
         wait_until(lambda: len(asked) >= 2, what="another request for the page")

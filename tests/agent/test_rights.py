@@ -13,7 +13,7 @@ from lmcache_redis.resp.net.commands import COMMANDS, TOOLS, Use, needed
 from tests.acl import PAGE, documented, documented_url
 from tests.agent.test_canaries import BLOCKS, HASHES, canary, counts
 from tests.agent.test_watching import watched
-from tests.harness import AgentServer, Engine, wait_until
+from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
 EPOCH = b"epoch..1"
@@ -52,7 +52,9 @@ def sent(server: RedisServer) -> set[str]:
 
 
 @pytest.mark.servers
-@pytest.mark.parametrize("uses", [(), (Use.TTL_REFRESH, Use.DATABASE, Use.ROUTERS)])
+@pytest.mark.parametrize(
+    "uses", [(), (Use.TTL_REFRESH, Use.DATABASE, Use.ROUTERS, Use.TENANTS, Use.WARM)]
+)
 def test_agents_send_what_is_listed(
     tmp_path: Path, server: RedisServer, uses: tuple[Use, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,6 +64,10 @@ def test_agents_send_what_is_listed(
     if refreshes := Use.TTL_REFRESH in uses:
         monkeypatch.setenv("LMCACHE_REDIS_TTL_S", "100")
         monkeypatch.setenv("LMCACHE_REDIS_TTL_REFRESH", "true")
+    if Use.TENANTS in uses:
+        monkeypatch.setenv("LMCACHE_REDIS_TENANT_BYTES", "team=1GiB,*=1GiB")
+    if warms := Use.WARM in uses:
+        monkeypatch.setenv("LMCACHE_REDIS_WARM_BYTES", "1GiB")
     url += "/3" if Use.DATABASE in uses else ""
     server.command("CONFIG", "RESETSTAT")
     with AgentServer(tmp_path / "agent", url) as agent, Engine(agent.endpoint) as engine:
@@ -69,16 +75,23 @@ def test_agents_send_what_is_listed(
             watched(engine)
         assert {*agent.status()["redis"]["commands"]} == {each.name for each in needed(uses)}
         assert agent.status()["redis"]["user"] == "agent"
+        engine.tenant = "team"
         engine.randomize(range(engine.num_blocks))
         engine.store("first", HASHES, BLOCKS)
         engine.store("epoch", [EPOCH + each for each in HASHES], BLOCKS)
         agent.wait_idle()
+        if Use.TENANTS in uses:
+            wait_until(lambda: agent.status()["tenants"]["team"]["used_bytes"], what="its account")
+            wait_until(lambda: "incrby" in sent(server), what="what is added")
         engine.scheduler.clear(EPOCH)
         wait_until(lambda: agent.counter("cleared_keys"), what="a cleared epoch")
         ControlClient(agent.endpoint).layouts("", "")
         agent.kill()
         agent.start()
         engine.wait_ready()
+        if warms:
+            wait_until(lambda: agent.status()["warm"]["done"], what="a filled host pool")
+            assert engine.lookup("absent", block_hashes("absent", 8)) == 0
         assert engine.lookup("loads", HASHES) == 128
         engine.scheduler.end_session("loads")
         server.command("ACL", "SETUSER", "agent", "-unlink")

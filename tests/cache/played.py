@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from lmcache_redis.cache.cache import Cache
@@ -42,6 +43,7 @@ class PlayedTier:
         self.name = name
         self.index = index
         self.is_up = True
+        self.options = SimpleNamespace(seal_keys=None)
         self.is_probed = True
         self.errors: tuple[LastError, ...] = ()
         self.asked: list[tuple[Sequence[bytes], Callable[[ExistsResult], None]]] = []

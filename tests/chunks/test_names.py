@@ -8,8 +8,10 @@ from lmcache_redis.chunks.names import (
     ChunkForm,
     ChunkNames,
     Reach,
+    account_key,
     chunk_key_in,
     claim_key,
+    is_claim_key,
     opaque_pages,
     parse_stripe_key,
     stripe_key,
@@ -35,6 +37,16 @@ def test_a_claim_is_the_key_of_no_chunk() -> None:
     assert chunk_key_in(claim, b"mine:") is None
     with pytest.raises(FormatError):
         parse_stripe_key(claim, b"mine:")
+
+
+def test_an_account_is_the_key_of_no_chunk() -> None:
+    account = account_key("Käse}{", 7, b"mine:")
+    assert account.startswith(b"mine:lmcr1:tenant:")
+    assert account != account_key("Käse}{", 8, b"mine:")
+    assert chunk_key_in(account, b"mine:") is None
+    assert not is_claim_key(account, b"mine:")
+    with pytest.raises(FormatError):
+        parse_stripe_key(account, b"mine:")
 
 
 @pytest.mark.parametrize(

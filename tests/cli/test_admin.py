@@ -163,7 +163,7 @@ def test_inspect_all_goes_without_a_key(known: dict[str, str]) -> None:
         (["--idle-longer-than", "7"], "write it as 45s, 30m, 12h, 7d or 2w"),
         (["--stored-longer-than", "ages"], "--stored-longer-than 'ages' is not a duration"),
         (["--everything", "--keys-per-second", "0.5"], "--keys-per-second is 0.5"),
-        (["--everything", "--keys-per-second", "1e7"], "--keys-per-second is 1e+07"),
+        (["--everything", "--keys-per-second", "1e7"], "--keys-per-second is 10000000.0"),
         (["--everything", "--keys-per-second", "nan"], "--keys-per-second is nan"),
         (["--everything"], "there is no terminal to ask on: give --yes"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from tests.admin.cache import Cached
 from tests.cli.test_admin import one_sentence, run
 from tests.cli.test_size import LLAMA, write
-from tests.harness import AgentServer, wait_until
+from tests.harness import AgentServer, Engine, wait_until
 from tests.servers import RedisServer
 
 SECRET = "s3cr3t"
@@ -68,6 +68,31 @@ def test_doctor_with_a_model(tmp_path: Path) -> None:
         assert "'unheard_of'" in one_sentence(
             run("doctor", *at, "--model", write(tmp_path / "new", {"model_type": "unheard_of"})), 2
         )
+
+
+@pytest.mark.servers
+def test_doctor_takes_the_model_of_the_engine(tmp_path: Path) -> None:
+    """Its true bytes, of both ranks, whatever else lies in Redis."""
+    with RedisServer(tmp_path, args=("--maxmemory", "200mb")) as server:
+        with server.client() as client:
+            Cached(1).put(client)
+        with (
+            AgentServer(tmp_path / "agent", server.unix_url) as agent,
+            Engine(agent.endpoint, world_size=2) as engine,
+        ):
+            at = ("doctor", "--endpoint", agent.endpoint, "--no-bandwidth", "--json")
+            (facts,) = json.loads(run(*at).stdout)["facts"]
+            token_bytes = sum(
+                tensor.nbytes // tensor.shape[0] // engine.block_size_tokens
+                for caches in engine.caches
+                for tensor in caches.values()
+            )
+            need = facts["need"]
+            assert need["of"] == "test/model, as registered with the agent"
+            assert need["kv_bytes_per_token"] == need["loaded_per_token"] == token_bytes
+            assert token_bytes < need["memory_per_token"] < 1.3 * token_bytes
+            (facts,) = json.loads(run(*at, "--kv-bytes-per-token", "7").stdout)["facts"]
+            assert facts["need"]["kv_bytes_per_token"] == 7
 
 
 @pytest.mark.servers

@@ -19,7 +19,15 @@ ROOT = Path(__file__).parent.parent.parent
 # What this run has none of: a disk, a GPU, a failure, a second use.
 ABSENT = (
     *("canaries.distrusted", "disk.", "groups[].damaged"),
-    *("left", "loads.prefill", "node.", "redis.last_error"),
+    *(
+        "left",
+        "loads.prefill",
+        "node.",
+        "redis.last_error",
+        "tenants.*.limit",
+        "tenants.*.used",
+        "warm.",
+    ),
 )
 HASHES = block_hashes("prompt", 8)
 

@@ -60,6 +60,7 @@ VALUES = {
     "pool_bytes": "2GiB",
     "slot_bytes": "512KiB",
     "write_queue_bytes": "100MB",
+    "warm_bytes": "1GiB",
     "disk_path": "/var/cache/lmcache",
     "disk_size": "10GiB",
     "embedded_memory_bytes": "1GiB",
@@ -72,9 +73,11 @@ VALUES = {
     "set_connections": "2",
     "network_threads": "2",
     "ttl_s": "3600",
+    "tenant_bytes": "team=1GiB,*=5MB",
     "copy_threads": "4",
     "device": "cpu",
     "canary_every": "50",
+    "store_after": "2",
     "direct_copy_bytes": "4096",
     "batch_copies": "off",
     "log_level": "warning",
@@ -83,6 +86,7 @@ VALUES = {
     "record": "/var/tmp/requests.jsonl",
     "record_size": "256MiB",
 }
+FLAGS = {"ttl_refresh", "expose_requests"}
 MEANT = AgentConfig(
     endpoint="ipc:///run/test/agent.sock",
     redis_url="redis://cache:6379/2",
@@ -95,6 +99,7 @@ MEANT = AgentConfig(
     pool_bytes=2 << 30,
     slot_bytes=512 << 10,
     write_queue_bytes=100_000_000,
+    warm_bytes=1 << 30,
     disk_path="/var/cache/lmcache",
     disk_size=10 << 30,
     embedded_memory_bytes=1 << 30,
@@ -108,14 +113,17 @@ MEANT = AgentConfig(
     network_threads=2,
     ttl_s=3600,
     ttl_refresh=True,
+    tenant_bytes="team=1GiB,*=5MB",
     copy_threads=4,
     device="cpu",
     canary_every=50,
+    store_after=2,
     direct_copy_bytes=4096,
     batch_copies="off",
     log_level="warning",
     log_format="json",
     metrics="[::1]:9464",
+    expose_requests=True,
     record="/var/tmp/requests.jsonl",
     record_size=256 << 20,
 )
@@ -128,23 +136,30 @@ def test_without_options_the_defaults_hold(started: list[AgentConfig]) -> None:
 
 def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
     words = [word for name, value in VALUES.items() for word in (option_name(name), value)]
-    assert run(*words, "--ttl-refresh") == 0
+    assert run(*words, "--ttl-refresh", "--expose-requests") == 0
     assert started == [MEANT]
     secrets = {"redis_password", "redis_sentinel_password"}
-    assert settings_of(AgentConfig).keys() - VALUES.keys() == secrets | {"ttl_refresh"}
+    assert settings_of(AgentConfig).keys() - VALUES.keys() == secrets | FLAGS
+
+
+def test_an_option_may_be_given_again(started: list[AgentConfig]) -> None:
+    assert run("--tenant-bytes", "team=1GiB", "--tenant-bytes", "*=5MB") == 0
+    assert started == [AgentConfig(tenant_bytes="team=1GiB,*=5MB")]
 
 
 def test_every_setting_has_its_variable(started: list[AgentConfig]) -> None:
     known = settings_of(AgentConfig)
     variables = {known[name].variable: value for name, value in VALUES.items()}
-    assert run(env={**variables, "LMCACHE_REDIS_TTL_REFRESH": "true"}) == 0
+    assert run(env={**variables, **{known[name].variable: "true" for name in FLAGS}}) == 0
     assert started == [MEANT]
 
 
 def test_every_setting_has_its_line(started: list[AgentConfig], tmp_path: Path) -> None:
     path = tmp_path / "agent.conf"
     lines = [f"{option_name(name)[2:]} = {value} # why" for name, value in VALUES.items()]
-    path.write_text("\n".join([*lines, "ttl-refresh = true"]), encoding="utf-8")
+    path.write_text(
+        "\n".join([*lines, "ttl-refresh = true", "expose-requests = true"]), encoding="utf-8"
+    )
     assert run("--config", str(path)) == 0
     assert run(env={"LMCACHE_REDIS_CONFIG": str(path)}) == 0
     assert started == [MEANT, MEANT]

@@ -90,6 +90,57 @@ def test_what_a_file_may_not_say(tmp_path: Path, text: str, problem: str) -> Non
     assert "secret" not in str(raised.value)
 
 
+def test_a_toml_file_is_toml(tmp_path: Path) -> None:
+    """Sizes as text or bytes; quoted names; what only looks like a comment in lines."""
+    text = """
+        #:schema ./agent.schema.json
+        redis-url = "rediss://cache:6379/2?ssl_ca_certs=/etc/ca.pem #1"
+        key-prefix = 'ours:ä:'
+        "chunk-size-tokens" = 512
+        pool-bytes = "2GiB"
+        slot-bytes = 65_536
+        op-timeout-s = 3
+        ttl-s = 60
+        ttl-refresh = true
+        log-level = "warning"  # or debug
+    """
+    assert config_of(tmp_path / "agent.toml", text, log_level="info") == AgentConfig(
+        redis_url="rediss://cache:6379/2?ssl_ca_certs=/etc/ca.pem #1",
+        key_prefix="ours:ä:".encode(),
+        chunk_size_tokens=512,
+        pool_bytes=2 << 30,
+        slot_bytes=65_536,
+        op_timeout_s=3,
+        ttl_s=60,
+        ttl_refresh=True,
+        log_level="info",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("log-level = debug\n", r"--config .*toml is no TOML: Invalid value \(at line 1"),
+        ("ttl-s = 1\nttl-s = 2\n", r"is no TOML: .*line 2"),
+        ("\nlog_level = 'info'\n", "line 2 of .*toml: there is no setting 'log_level': did you"),
+        ("[agent]\nttl-s = 1\n", "line 1 of .*: there is no setting 'agent'"),
+        ("redis-password = 'secret'\n", "there is no setting 'redis-password'"),
+        ("ttl-s = 1.5\n", "line 1 of .*: ttl-s is 1.5: set it to a whole number"),
+        ("ttl-s = true\n", "line 1 of .*: ttl-s is True: set it to between"),
+        ("ttl-refresh = 'yes'\n", "line 1 of .*: ttl-refresh: 'yes' is not true or false"),
+        ("ttl-refresh = 1\n", "line 1 of .*: ttl-refresh is 1: write true or false"),
+        ("pool-bytes = 'much'\n", "line 1 of .*: pool-bytes: 'much' is not a size"),
+        ("pool-bytes = [1]\n", r"line 1 of .*: pool-bytes is \[1\]: set it to between"),
+        ("#\n'pool-bytes' = 1\n", "line 2 of .*: pool-bytes is 1: set it to between"),
+        ("redis-url = 1979-05-27\n", "line 1 of .*: redis-url is .*1979.*: write text"),
+    ],
+)
+def test_what_a_toml_file_may_not_say(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as raised:
+        config_of(tmp_path / "agent.toml", text)
+    assert "secret" not in str(raised.value)
+
+
 @pytest.mark.parametrize("content", [None, b"\xff = 1"])
 def test_what_is_no_file(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:

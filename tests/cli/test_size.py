@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.admin.sizes.families import read_config
+from lmcache_redis.admin.sizes.configs import find_model
 from lmcache_redis.admin.sizes.sizing import SizeOptions, size_model
 from lmcache_redis.cli.size import size
 from lmcache_redis.errors import ConfigError
@@ -161,8 +161,77 @@ def test_a_directory_that_this_user_may_not_look_into(monkeypatch: pytest.Monkey
 
     for name in ("is_dir", "read_text"):
         monkeypatch.setattr(Path, name, hidden)
-    with pytest.raises(ConfigError, match=r"/root/m cannot be read \(Permission denied\)"):
-        read_config("/root/m")
+    with pytest.raises(ConfigError, match=r"/root/m cannot be read \(Permission denied: "):
+        find_model("/root/m")
+
+
+COMMIT, OLDER = "c" * 40, "0" * 40
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache as huggingface_hub keeps it, with two commits of a model."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    hub = tmp_path / ".cache" / "huggingface" / "hub"
+    repository = hub / "models--Qwen--Qwen3-8B"
+    for name, commit, layers in (("main", COMMIT, 36), ("pr/1", OLDER, 12)):
+        directory = repository / "snapshots" / commit
+        directory.mkdir(parents=True)
+        write(directory, LLAMA | {"num_hidden_layers": layers})
+        reference = repository / "refs" / name
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        reference.write_text(commit)
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("revision", "layers"), [("main", 36), (COMMIT, 36), ("pr/1", 12), (OLDER, 12)]
+)
+def test_the_name_that_vllm_takes(hub: Path, revision: str, layers: int) -> None:
+    config, name = find_model("Qwen/Qwen3-8B", revision)
+    assert (config["num_hidden_layers"], name) == (layers, "Qwen/Qwen3-8B")
+
+
+def test_a_directory_comes_first(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(hub)
+    Path("Qwen").mkdir()
+    write(Path("Qwen/Qwen3-8B"), GPT_OSS)
+    assert find_model("Qwen/Qwen3-8B") == (GPT_OSS, "Qwen3-8B")
+
+
+@pytest.mark.parametrize(
+    ("variable", "named"),
+    [
+        ("HF_HUB_CACHE", "$MOVED/hub"),
+        ("HUGGINGFACE_HUB_CACHE", "~/moved/hub"),
+        ("HF_HOME", "~/moved"),
+        ("XDG_CACHE_HOME", "~/above"),
+    ],
+)
+def test_the_cache_is_where_hugging_face_looks(
+    hub: Path, monkeypatch: pytest.MonkeyPatch, variable: str, named: str
+) -> None:
+    moved = hub.parents[2] / "moved"
+    (moved.parent / "above").mkdir()
+    hub.parent.rename(moved)
+    (moved.parent / "above" / "huggingface").symlink_to(moved)
+    with pytest.raises(ConfigError, match="does not have it"):
+        find_model("Qwen/Qwen3-8B")
+    monkeypatch.setenv("MOVED", str(moved))
+    monkeypatch.setenv(variable, named)
+    assert find_model("Qwen/Qwen3-8B")[1] == "Qwen/Qwen3-8B"
+
+
+def test_what_is_not_in_the_cache_is_said(hub: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"cache {hub} does not have it .*start vLLM with it"):
+        find_model("org/other")
+    with pytest.raises(ConfigError, match=rf"revision 'v2': give --revision, one of {OLDER}, c"):
+        find_model("Qwen/Qwen3-8B", "v2")
+    (hub / "models--Qwen--Qwen3-8B" / "snapshots" / COMMIT / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"cannot be read \(No such file.*config.json\)"):
+        find_model("Qwen/Qwen3-8B")
 
 
 @pytest.mark.servers

@@ -22,11 +22,18 @@ import pytest
 from rich.console import Console
 
 from lmcache_redis.cli.shown import change_document, console, frame, status_tables
+from lmcache_redis.cli.status import rows
 from tests.cli.test_admin import COMMAND, TIMEOUT_S, environment, run
+from tests.cli.test_size import LLAMA, write
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.servers import RedisServer
 
 MODEL = "meta-llama/Llama-3.3-70B-Instruct-of-a-long-name"
+
+LABELS = (
+    *("hit rate", "saved   ", "bytes   ", "pool    ", "queues  ", "Redis   ", "loads   "),
+    *("engines ", "canaries"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +66,8 @@ def text(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
     shown = console.export_text()
     assert len(shown.splitlines()) <= 24
     assert max(map(len, shown.splitlines())) <= 80
+    for label in LABELS:
+        assert re.search(rf"^{label}  ", shown, re.M), label
     return shown
 
 
@@ -167,19 +176,36 @@ def test_each_line_of_json_is_what_changed(agent: AgentServer) -> None:
 
 
 class Terminal:
-    """`top` in a terminal of 80 columns and 24 lines."""
+    """A command in a terminal of 80 columns and 24 lines."""
 
-    def __init__(self, agent: AgentServer) -> None:
+    def __init__(self, *words: str, **variables: str) -> None:
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self._settings = termios.tcgetattr(theirs)
         self._theirs = theirs
         self.process = subprocess.Popen(
-            [*COMMAND, "top", "--interval-s", "0.1", "--endpoint", agent.endpoint],
+            [*COMMAND, *words],
             stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, text=True,
-            env=environment(COLUMNS="80", TERM="xterm"), start_new_session=True,
+            env=environment(**{"COLUMNS": "80", "TERM": "xterm", **variables}),
+            start_new_session=True,
         )  # fmt: skip
-        self.seen = ""
+
+    @classmethod
+    def top(cls, agent: AgentServer, **variables: str) -> Terminal:
+        return cls("top", "--interval-s", "0.1", "--endpoint", agent.endpoint, **variables)
+
+    def all_lines(self) -> list[str]:
+        """What the command prints until it ends, without colours."""
+        seen, ended = b"", False
+        while not ended:
+            ended = self.process.poll() is not None
+            while select.select([self._ours], [], [], 0.05)[0]:
+                seen += os.read(self._ours, 1 << 16)
+        assert "Traceback" not in self.process.communicate(timeout=TIMEOUT_S)[1]
+        os.close(self._ours)
+        os.close(self._theirs)
+        assert self.process.returncode in (0, 1)  # 1: what doctor has found
+        return re.sub(r"\x1b\[[0-9;]*m", "", seen.decode()).splitlines()
 
     def wait_for(self, what: str) -> None:
         """Waits until the text comes, from now on."""
@@ -188,6 +214,7 @@ class Terminal:
             assert time.monotonic() < deadline_s, seen
             if select.select([self._ours], [], [], 1.0)[0]:
                 seen += os.read(self._ours, 1 << 16).decode(errors="replace")
+        self.seen = seen
 
     def press(self, key: bytes) -> None:
         os.write(self._ours, key)
@@ -205,7 +232,7 @@ class Terminal:
 @pytest.mark.servers
 @pytest.mark.parametrize("key", [b"q", b"\x04"])
 def test_a_key_ends_it(agent: AgentServer, key: bytes) -> None:
-    terminal = Terminal(agent)
+    terminal = Terminal.top(agent)
     terminal.wait_for("in the last 0.")
     terminal.press(b"x")
     terminal.wait_for("in the last 0.")
@@ -216,7 +243,7 @@ def test_a_key_ends_it(agent: AgentServer, key: bytes) -> None:
 @pytest.mark.servers
 def test_an_agent_that_restarts_is_found_again(tmp_path: Path) -> None:
     with AgentServer(tmp_path / "agent", "redis://127.0.0.1:1") as agent:
-        terminal = Terminal(agent)
+        terminal = Terminal.top(agent)
         terminal.wait_for("in the last 0.")
         agent.kill()
         terminal.wait_for("no agent answers at")
@@ -225,3 +252,79 @@ def test_an_agent_that_restarts_is_found_again(tmp_path: Path) -> None:
         terminal.wait_for("in the last 0.")
         terminal.press(b"q")
         assert terminal.end() == (0, "")
+
+
+@pytest.mark.servers
+def test_the_labels_stay_in_a_real_terminal(agent: AgentServer, report: dict[str, Any]) -> None:
+    terminal = Terminal.top(agent)
+    terminal.wait_for("chunks not loaded")
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.seen)
+    for label in LABELS:
+        assert re.search(rf"^{label}  ", lines, re.M), label
+    terminal.press(b"q")
+    assert terminal.end() == (0, "")
+
+
+@pytest.mark.servers
+def test_status_fits_a_terminal_of_80_columns(agent: AgentServer, report: dict[str, Any]) -> None:
+    lines = Terminal("status", "--endpoint", agent.endpoint).all_lines()
+    assert len(lines) <= 13
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    labels = {line[:10].strip() for line in lines} - {""}
+    assert labels == {
+        *("agent", "hit rate", "saved", "pool", "disk", "Redis", "engines", "misses"),
+        "stored",
+    }
+    everything = Terminal("status", "--all", "--endpoint", agent.endpoint).all_lines()
+    assert max(len(line.rstrip()) for line in everything) <= 80
+    assert any("saved_prefill" in line or "stored_chunks" in line for line in everything)
+
+
+@pytest.mark.servers
+def test_what_is_wrong_is_said(report: dict[str, Any]) -> None:
+    assert "wrong" not in {label for label, _, _ in rows(report)}
+    report = deepcopy(report)
+    report["redis"] |= {"up": False, "reason": "Connection refused"}
+    report["disk"] |= {"up": False, "reason": "no space"}
+    report["queues"]["removals"] = 2
+    report["pool"]["lock_failure"] = "RLIMIT_MEMLOCK"
+    report["engines"][0]["ready"] = False
+    bad = {text for _, text, is_bad in rows(report) if is_bad}
+    assert f"DOWN: Connection refused ({report['redis']['server']})" in bad
+    assert {"DOWN: no space", "2 wrong chunks could not be removed yet"} < bad
+    assert "not all of the host pool is locked for GPUs: RLIMIT_MEMLOCK" in bad
+    said = {label: text for label, text, _ in rows(report) if label}
+    assert said["engines"].startswith("0 of 1 workers ready: others wait for their scheduler")
+    fails = {"text": "CROSSSLOT", "count": 2, "seconds_ago": 1.0}
+    report["redis"] |= {"up": True, "last_error": fails}
+    (said_bad,) = (text for label, text, is_bad in rows(report) if is_bad and label == "Redis")
+    assert said_bad.startswith("up, and FAILS: CROSSSLOT (2 times, last 1 s ago); ")
+    report["engines"] = []
+    assert ("engines", "none is connected", False) in [*rows(report)]
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.servers
+def test_no_traceback_where_output_is_ascii(
+    agent: AgentServer, report: dict[str, Any], tmp_path: Path
+) -> None:
+    at = ("--endpoint", agent.endpoint)
+    for words in (
+        ("size", write(tmp_path / "model", LLAMA)),
+        ("plan", "--example", str(tmp_path / "r\u00e9cit"), "--example-requests", "20"),
+        ("status", "--all", *at),
+        ("why", "--list", *at),
+        ("doctor", "--no-bandwidth", *at),
+        ("top", "--once", "--interval-s", "0.1", *at),
+    ):
+        lines = Terminal(*words, **ASCII).all_lines()
+        assert lines
+        assert "".join(lines).isascii()
+    assert any(re.match(r"pool      [#.]{24} ", line) for line in lines)
+    assert any("meta-llama/Llama" in line and "~ " in line for line in lines)
+    terminal = Terminal.top(agent, PYTHONIOENCODING="ascii")
+    terminal.wait_for("in the last 0.")
+    terminal.press(b"q")
+    assert terminal.end() == (0, "")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +20,69 @@ from demo.dashboard import find, panels
 from demo.engine import EngineFailed, engine_environment
 from demo.server import ApiServer
 from demo.weights import find_smollm2
+from lmcache_redis.client.control import ControlClient
 from tests.demo.forked import ForkedServer
 from tests.engines import fork_server
+from tests.harness import WAIT_S, wait_until
+
+ROOT = Path(__file__).parents[2]
+PROVED_TOKENS = 1024  # as docs/does-it-work.md says
 
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets how the servers are started. They have the same threads, and load every hit."""
+    """Sets how the servers are started. They have the same threads, and load every hit.
+
+    proofs: of each server what the recipe of docs/does-it-work.md prints at its end.
+    """
     threads = engine_environment()["VLLM_CPU_OMP_THREADS_BIND"]
     # Other tests need the cores on which its threads would spin.
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
 
-    def start(*kinds: type[ApiServer]) -> None:
+    def start(*kinds: type[ApiServer], proofs: list[str] | None = None) -> None:
         fork_server()  # now, because the demo ends what it has started
         servers = iter(kinds)
 
+        @contextmanager
         def make(
             model: Path, endpoint: str, log: Path, words: Sequence[str], env: Any
-        ) -> ApiServer:
-            server = next(servers)(
-                model, endpoint, log, words, {"VLLM_CPU_OMP_THREADS_BIND": threads, **env}
-            )
+        ) -> Iterator[ApiServer]:
+            words = [*words, "--enable-prompt-tokens-details"]
+            env = {"VLLM_CPU_OMP_THREADS_BIND": threads, **env}
+            server = next(servers)(model, endpoint, log, words, env)
             server.settings["load_always"] = True
-            return server
+            with server:
+                yield server
+                if proofs is not None:
+                    proofs.append(proof(server))
 
         monkeypatch.setattr(run, "ApiServer", make)
 
     return start
+
+
+def proof(server: ApiServer) -> str:
+    """What the recipe of the docs prints; the agent has what was computed then."""
+    agent = ControlClient(server.settings["endpoint"], WAIT_S)
+    before = agent.status()["counters"]
+    page = (ROOT / "docs" / "does-it-work.md").read_text()
+    recipe = re.search(r"```\n(curl .*?)```", page, re.DOTALL)
+    assert recipe is not None
+    words = recipe[1].replace("localhost:8000", f"127.0.0.1:{server.port}")
+    words = words.replace('"MODEL"', '"demo"')
+    env = {**os.environ, "no_proxy": "*"}
+    done = subprocess.run(
+        ["bash", "-c", words], env=env, capture_output=True, text=True, check=True
+    )
+
+    def is_kept() -> bool:
+        now = agent.status()["counters"]
+        grown = [now[name] - before[name] for name in ("stored_chunks", "retrieved_chunks")]
+        return max(grown) >= PROVED_TOKENS // 256
+
+    wait_until(is_kept, "the prompt in the cache")
+    wait_until(lambda: not any(agent.status()["queues"].values()), "all of it in Redis")
+    return done.stdout
 
 
 def checked(output_dir: Path, tokens: int, kv_bytes: int) -> Mapping[str, Any]:
@@ -68,7 +107,9 @@ def test_the_demo_shows_what_it_promises(
     """The first server is started as users start it; the second one is forked."""
     if find_smollm2() is None:
         pytest.skip("needs SmolLM2, which scripts/setup fetches")
-    start(ApiServer, ForkedServer)
+    proofs: list[str] = []
+    has_curl = shutil.which("curl") is not None
+    start(ApiServer, ForkedServer, proofs=proofs if has_curl else None)
     output_dir, has_prometheus = tmp_path / "out", find("prometheus") is not None
     status = run.run_demo(output_dir, 2, 640, 16, metrics=has_prometheus)
     said = capsys.readouterr()
@@ -84,6 +125,7 @@ def test_the_demo_shows_what_it_promises(
     assert first != second
     assert "answers identical: yes" in said.out
     assert "saved: 1,024 of" in said.out
+    assert not has_curl or proofs == [f'"cached_tokens":{n}\n' for n in (0, PROVED_TOKENS)]
 
 
 @pytest.mark.long

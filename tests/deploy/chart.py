@@ -1,6 +1,7 @@
 """The Helm chart, rendered by Helm's own library, and what is made from it and from the settings.
 
-python -m tests.deploy.chart      writes deploy/manifests, and the settings into the chart's schema
+python -m tests.deploy.chart      writes deploy/manifests, the patches of deploy/kustomize, and the
+                                  settings into the chart's schema
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 CHART = ROOT / "deploy" / "helm" / "lmcache-redis"
 SCHEMA = CHART / "values.schema.json"
 MANIFESTS = ROOT / "deploy" / "manifests"
+COMPONENT = ROOT / "deploy" / "kustomize" / "sidecar"
 NAME = "lmcache-redis"
 
 Document = dict[str, Any]
@@ -138,8 +140,70 @@ def containers(pod: Document) -> dict[str, Document]:
     return {each["name"]: each for each in [*pod.get("initContainers", []), *pod["containers"]]}
 
 
+def patches() -> dict[str, Any]:
+    """The patches of the Kustomize component by their files: a sidecar pod of the chart's."""
+    template = find(plain("sidecar.yaml"), "Deployment", "-vllm")["spec"]["template"]
+    pod = template["spec"]
+    (vllm,) = pod["containers"]
+    labels = {n: v for n, v in template["metadata"]["labels"].items() if n.startswith(NAME)}
+    start = vllm["args"].index("--kv-transfer-config")
+    words = vllm["args"][start : start + 2]
+    ours = {
+        "shareProcessNamespace": pod["shareProcessNamespace"],
+        "terminationGracePeriodSeconds": pod["terminationGracePeriodSeconds"],
+        "securityContext": pod["securityContext"],
+        "initContainers": pod["initContainers"],
+        "volumes": [each for each in pod["volumes"] if each["name"].startswith(NAME)],
+    }
+    of_engine = {
+        "securityContext": vllm["securityContext"],
+        "volumeMounts": [each for each in vllm["volumeMounts"] if each["name"].startswith(NAME)],
+    }
+
+    def appended(path: str) -> list[Document]:
+        return [{"op": "add", "path": f"{path}/-", "value": word} for word in words]
+
+    def added(path: str, values: Document) -> list[Document]:
+        """Refused where such a thing is already: `add` would replace it."""
+        each = [{"path": f"{path}/{name}", "value": value} for name, value in values.items()]
+        absent = [{"op": "test", "path": patch["path"], "value": None} for patch in each]
+        return [*absent, *({"op": "add", **patch} for patch in each)]
+
+    container = "/spec/template/spec/containers/0"
+    # Strategic merges find containers by name: another one would become a second container.
+    named = {"op": "test", "path": f"{container}/name", "value": "vllm"}
+    merged = {**ours, "containers": [{"name": "vllm", **of_engine}]}
+    return {
+        "pod.yaml": {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": "any"},
+            "spec": {"template": {"metadata": {"labels": labels}, "spec": merged}},
+        },
+        "args.yaml": [named, *appended(f"{container}/args")],
+        "command.yaml": [named, *appended(f"{container}/command")],
+        "kserve.yaml": [
+            # KServe gives its pods the labels of the service.
+            *(
+                {"op": "add", "path": f"/metadata/labels/{n.replace('/', '~1')}", "value": v}
+                for n, v in labels.items()
+            ),
+            *added("/spec/predictor", ours),
+            *added("/spec/predictor/model", of_engine),
+            *appended("/spec/predictor/model/args"),
+        ],
+    }
+
+
+def patch_text(name: str) -> str:
+    made = "# Made from the chart by `python -m tests.deploy.chart`.\n"
+    return made + yaml.safe_dump(patches()[name], sort_keys=False, width=100)
+
+
 if __name__ == "__main__":
     SCHEMA.write_text(as_text(schema()) + "\n")
     MANIFESTS.mkdir(exist_ok=True)
     for name in PLAIN:
         (MANIFESTS / name).write_text(plain(name))
+    for name in patches():
+        (COMPONENT / name).write_text(patch_text(name))

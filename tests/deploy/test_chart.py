@@ -16,6 +16,7 @@ from lmcache_redis.sources import config_from
 from tests.deploy import chart
 from tests.deploy.chart import Document, containers, documents, find, pods
 from tests.deploy.images import IMAGES, USER, WHERE
+from tests.release import chart_version
 
 pytest.importorskip("helm_python", reason="needs helm-python-sdk, which has a wheel for x86-64")
 validator = pytest.importorskip("kubernetes_validate")
@@ -125,6 +126,7 @@ def test_the_images_are_those_that_are_built() -> None:
     assert values["valkey"]["image"] == IMAGES["valkey"]
     described = yaml.safe_load((chart.CHART / "Chart.yaml").read_text())
     assert described["appVersion"] == __version__
+    assert described["version"] == chart_version(__version__)
 
 
 # ----------------------------------------------------------- what pods need

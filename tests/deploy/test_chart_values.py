@@ -241,13 +241,15 @@ def test_metrics_are_found_by_number() -> None:
 
 
 @pytest.mark.servers
-def test_prometheus_takes_the_rules_and_grafana_the_dashboard(tmp_path: Path) -> None:
+def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
     text = chart.render(RELEASES["sidecars"])
     rule = find(text, "PrometheusRule", "")
     assert rule["spec"] == yaml.safe_load(ALERTS.read_text())
-    found = find(text, "ConfigMap", "-dashboard")
-    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert json.loads(found["data"]["lmcache-redis.json"]) == json.loads(DASHBOARD.read_text())
+    page = "https://docs.example/troubleshooting.html"
+    monitored = {"prometheusRule": {"enabled": True, "troubleshooting": page}}
+    text = chart.render({"monitoring": monitored})
+    for each in find(text, "PrometheusRule", "")["spec"]["groups"][0]["rules"]:
+        assert each["annotations"]["runbook_url"].startswith(f"{page}#"), each["alert"]
     if (promtool := find_program("promtool")) is None:
         pytest.skip("needs promtool")
     (tmp_path / "rules.yml").write_text(yaml.safe_dump(rule["spec"]))
@@ -255,6 +257,12 @@ def test_prometheus_takes_the_rules_and_grafana_the_dashboard(tmp_path: Path) ->
         [promtool, "check", "rules", tmp_path / "rules.yml"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_grafana_takes_the_dashboard() -> None:
+    found = find(chart.render(RELEASES["sidecars"]), "ConfigMap", "-dashboard")
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(found["data"]["lmcache-redis.json"]) == json.loads(DASHBOARD.read_text())
 
 
 def test_a_packed_chart_has_what_its_links_point_at(tmp_path: Path) -> None:

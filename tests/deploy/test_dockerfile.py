@@ -108,7 +108,8 @@ def test_what_an_image_installs_is_pinned_and_fits_the_package() -> None:
                 wanted += requires(name) or []
     for text in [*project["dependencies"], *project["optional-dependencies"]["seal"]]:
         each = Requirement(text)
-        assert each.specifier.contains(pinned[canonicalize_name(each.name)]), text
+        if canonicalize_name(each.name) in seen:  # the others are for another Python
+            assert each.specifier.contains(pinned[canonicalize_name(each.name)]), text
     for stage in ("agent", "vllm"):
         assert "target=/constraints.txt" in stages()[stage]
     assert "!deploy/constraints.txt" in (ROOT / ".dockerignore").read_text().splitlines()

@@ -45,8 +45,10 @@ class Agent:
         request_id: str,
         names: Sequence[bytes],
         first_chunk: int,
+        before: Sequence[bytes],
         token_s: float,
         busy_s: float,
+        tenant: str,
     ) -> None:
         if request_id in self._answers:
             return

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
+from lmcache_redis import tenants
 from lmcache_redis.integrations.vllm.prefill import PrefillRate
 from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestOptions
 
@@ -146,7 +147,7 @@ def test_a_request_may_ask_for_less(params: Any, options: RequestOptions) -> Non
     [
         ("no", "Expected `object`, got `str`"),
         ({"loads": True}, "unknown field `loads`"),
-        ({"loads": True}, "give some of load (bool), store (bool) and max_load_tokens (int)"),
+        ({"loads": True}, "give some of load (bool), store (bool), max_load_tokens (int) and ten"),
         ({"\ud800": True}, "surrogates not allowed"),
         ({1: True}, "Expected `str`"),
         ([], "Expected `object`, got `array`"),
@@ -163,3 +164,33 @@ def test_options_that_make_no_sense_are_not_followed(
     (record,) = caplog.records
     assert "request-7" in record.getMessage()
     assert words in record.getMessage()
+
+
+def salted(salt: str | None, **options: Any) -> Any:
+    made = request({"lmcache_redis": options} if options else None)
+    made.cache_salt = salt
+    return made
+
+
+def tenant_of(made: Any) -> str:
+    return str(RequestOptions.of(made, POLICY).tenant)
+
+
+def test_a_request_names_its_tenant_or_has_one_by_its_salt() -> None:
+    by_salt = tenant_of(salted("the salt"))
+    assert tenants.is_sent(by_salt)
+    assert tenants.shown(by_salt) == tenants.shown(tenant_of(salted("the salt", store=False)))
+    assert tenants.shown(by_salt) != tenants.shown(tenant_of(salted("another")))
+    assert tenant_of(salted("the salt", tenant="team a")) == "team a"
+    assert tenant_of(salted(None)) == tenant_of(request(None)) == ""
+
+
+@pytest.mark.parametrize("name", ["other", "*", "#1", "a\n", "a" * 65, 7, None, ["a"], "\ud800"])
+def test_a_bad_tenant_is_none_and_voids_nothing_else(
+    name: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = RequestOptions.of(salted("the salt", tenant=name, store=False), POLICY)
+    assert found == RequestOptions(store=False)
+    (record,) = caplog.records
+    assert "request-7 has no tenant" in record.getMessage()
+    assert record.getMessage().isprintable()

@@ -55,10 +55,18 @@ class ScriptedAdapter:
         return self.chunk
 
     def begin_lookup(
-        self, request_id: str, hashes: Any, first_chunk: int, token_s: float, busy_s: float
+        self,
+        request_id: str,
+        hashes: Any,
+        first_chunk: int,
+        before: Any,
+        token_s: float,
+        busy_s: float,
+        tenant: str,
     ) -> None:
-        self.token_s, self.busy_s = token_s, busy_s
+        self.token_s, self.busy_s, self.tenant = token_s, busy_s, tenant
         self.hashes = len(hashes)
+        assert len(before) == first_chunk
         if request_id not in self.jobs:
             self.jobs.add(request_id)
             self.lookups.append((request_id, first_chunk))
@@ -273,6 +281,20 @@ def test_only_what_is_not_computed_locally_is_loaded(
     assert op.skip_blocks == 2
     assert metadata.idle
     assert run(scheduler, step()).loads == []
+
+
+def test_lookups_loads_and_stores_say_whose_they_are(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    request = FakeRequest(kv_transfer_params={"lmcache_redis": {"tenant": "team"}})
+    adapter.tokens = CHUNK
+    assert scheduler.matched_tokens(request, 0) == CHUNK
+    assert adapter.tenant == "team"
+    scheduler.allocated(request, [list(range(1, 18))], CHUNK)
+    ((_, _, (load,), *_),) = run(scheduler, step()).loads
+    scheduler.load_ended("r")
+    store = only_store(run(scheduler, step(new=("r", list(range(1, 18)), CHUNK, 3 * CHUNK + 1))))
+    assert (load.tenant, store.tenant) == ("team", "team")
 
 
 def test_a_request_without_blocks_lets_a_loaded_one_go_on(

@@ -18,6 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
 from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_redis.integrations.vllm.planning import BlockReferences
@@ -51,6 +52,7 @@ def spans(exporter: InMemorySpanExporter) -> Iterator[Recorder]:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     recorder = Recorder(traces=True)
+    recorder.endpoint = "ipc:///run/agent.sock"
     recorder._tracer = provider.get_tracer("lmcache_redis")
     yield recorder
     provider.shutdown()
@@ -101,9 +103,18 @@ def test_lookups_and_loads_have_spans(spans: Recorder, exporter: InMemorySpanExp
     for span in (lookup, load):
         check_parent(span)
     assert lookup.name == "lmcache_redis.lookup"
-    assert attributes_of(lookup) == {"local_tokens": 0, "hit_tokens": 3 * CHUNK}
+    assert attributes_of(lookup) == {
+        "local_tokens": 0,
+        "hit_tokens": 3 * CHUNK,
+        "db.system.name": "redis",
+        "db.operation.name": "lookup",
+        "server.address": "/run/agent.sock",
+    }
+    assert (lookup.kind, load.kind) == (SpanKind.CLIENT, SpanKind.INTERNAL)
+    assert (lookup.status.is_ok, load.status.is_ok) == (True, False)
     assert load.name == "lmcache_redis.load"
     found = {"host_tokens": CHUNK, "redis_tokens": 2 * CHUNK, "failed": True}
+    found["error.type"] = "load_failed"
     assert attributes_of(load) == found
 
 
@@ -125,9 +136,11 @@ def test_retrieves_and_stores_have_spans(spans: Recorder, exporter: InMemorySpan
     for span in (retrieve, store):
         check_parent(span)
     assert retrieve.name == "lmcache_redis.retrieve"
-    assert attributes_of(retrieve) == {"rank": 0, "chunks": 2, "failed_chunks": 1}
+    failed = {"failed_chunks": 1, "error.type": "chunks_failed"}
+    assert attributes_of(retrieve) == {"rank": 0, "chunks": 2, **failed}
     assert store.name == "lmcache_redis.store"
     assert attributes_of(store) == {"rank": 0, "chunks": 3, "dropped_chunks": 0}
+    assert (retrieve.status.is_ok, store.status.is_ok) == (False, True)
 
 
 def test_a_request_without_headers_has_no_span(
@@ -247,6 +260,9 @@ def test_spans_of_a_real_engine_are_siblings(
     for span in [*ours, vllms]:
         assert span.trace_id.hex() == TRACE_ID
         assert span.parent_span_id.hex() == PARENT_ID
+    lookup = next(span for span in ours if span.name == "lmcache_redis.lookup")
+    said = {each.key: each.value.string_value for each in lookup.attributes}
+    assert said["server.address"] == agent.endpoint.removeprefix("ipc://")
     names = [span.name.partition(".")[2] for span in ours]
     assert {name: names.count(name) for name in set(names)} == {
         "lookup": 2, "load": 1, "retrieve": 1, "store": 1,

@@ -159,8 +159,11 @@ def test_a_new_engine_answers_from_redis_what_another_computed(
         # The host pool now holds them: vLLM's own cache is emptied, ours is not.
         assert engine.reset_prefix_cache()
         loaded = agent.counter("loaded_chunks")
-        assert engine.generate([one], 12).outputs == expected[0]
+        of_a_team = {"kv_transfer_params": {"lmcache_redis": {"tenant": "team"}}}
+        assert engine.generate([one], 12, extra_args=of_a_team).outputs == expected[0]
         assert agent.counter("loaded_chunks") == loaded
+        team = agent.status()["tenants"]["team"]
+        assert team["hit_tokens"] == team["saved_tokens"] == 4 * CHUNK
 
         check_metrics(engine, agent)
         check_events(engine, router, one, 4 * CHUNK)

@@ -30,7 +30,7 @@ def serve(
     host: str = "127.0.0.1", port: int = 0, page: Callable[..., list[bytes]] | None = None
 ) -> contextlib.AbstractContextManager[int]:
     owner = OwnerCollector(at_once, lambda: [gauge("a", "A.", 1)])
-    return serve_metrics((host, port), owner, Metrics().registry, page)
+    return serve_metrics((host, port), owner, Metrics().registry, {"/": page} if page else {})
 
 
 def asked(port: int, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
@@ -124,9 +124,21 @@ def test_a_page_has_headers_of_its_own_and_others_are_refused() -> None:
         assert (code, headers["x-own"], body) == (200, "yes", b"<p>page</p>")
         assert int(headers["content-length"]) == len(body)
         code, headers, _ = asked(port, "POST", "/")
-        assert (code, headers["allow"]) == (405, "get")
+        assert (code, headers["allow"]) == (405, "get, head")
     with serve() as port:
         assert get(port, "/") == (404, "there are /metrics, /healthz\n")
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/", "/nowhere"])
+def test_head_is_get_without_the_body(path: str) -> None:
+    with serve(page=page) as port:
+        code, headers, body = asked(port, "HEAD", path)
+        whole = asked(port, "GET", path)
+    assert (code, body) == (whole[0], b"")
+    assert headers["content-type"] == whole[1]["content-type"]
+    assert int(headers["content-length"]) > 0
+    if path != "/metrics":  # of which the size changes
+        assert int(headers["content-length"]) == len(whole[2])
 
 
 def test_a_loop_that_does_not_turn_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ from tests.servers import RedisServer
 
 
 @pytest.fixture(autouse=True)
-def _prometheus_is_installed() -> None:
-    if find("prometheus") is None or find("promtool") is None:
+def _prometheus_is_installed(request: pytest.FixtureRequest) -> None:
+    needed = request.node.get_closest_marker("servers")
+    if needed and (find("prometheus") is None or find("promtool") is None):
         pytest.skip("prometheus is not installed")
 
 

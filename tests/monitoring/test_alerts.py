@@ -22,6 +22,7 @@ from demo.dashboard import ALERTS, Prometheus, find, free_port
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.scraping import documented
 from tests.servers import RedisServer, stripe_keys
+from tests.test_docs import ROOT, anchors
 
 MINUTE_MS = 300
 RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
@@ -51,7 +52,7 @@ def test_the_rules_are_valid_and_say_what_to_do() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
     for rule in RULES:
         assert rule["labels"]["severity"] in ("page", "ticket")
-        assert set(rule["annotations"]) == {"summary", "description"}
+        assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
     tested = set(re.findall(r"LmcacheRedis\w+", UNITS.read_text()))
     assert NOT_STAGED <= tested <= NAMES
 
@@ -62,6 +63,13 @@ def test_alerts_ask_only_for_what_exists() -> None:
     known = {f"lmcache_redis_{name}" for name in metrics}
     for rule in RULES:
         assert set(re.findall(r"\blmcache_redis_\w+", rule["expr"])) <= known, rule["alert"]
+
+
+def test_alerts_lead_to_headings_of_troubleshooting() -> None:
+    for rule in RULES:
+        page, _, heading = rule["annotations"]["runbook_url"].partition("#")
+        assert page == "docs/troubleshooting.md", rule["alert"]
+        assert heading in anchors(ROOT / page), rule["alert"]
 
 
 @dataclass

@@ -60,17 +60,20 @@ def serve(directory: Path, url: str, chunks: int, **more: Any) -> dict[str, floa
         Engine(agent.endpoint, layers=1, num_blocks=MOST_CHUNKS * BLOCKS_PER_CHUNK) as engine,
     ):
         run(engine, agent)
+        wait_until(lambda: not any(agent.status()["queues"].values()), "the writes")
         counters = agent.counters()
         assert agent.terminate() == 0  # what is queued for the file is written
     assert counters["records_dropped"] == 0
     asked = counters["lookup_chunks"]
     pool, redis = counters["hit_chunks_host"] / asked, counters["hit_chunks_redis"] / asked
-    return {"hit_rate": pool + redis, "hit_rate_pool": pool, "hit_rate_redis": redis}
+    rates = {"hit_rate": pool + redis, "hit_rate_pool": pool, "hit_rate_redis": redis}
+    return rates | {"stored_bytes": counters["stored_bytes"]}
 
 
-def planned(trace: Trace) -> list[PlanRow]:
+def planned(trace: Trace, store_after: int = 1) -> list[PlanRow]:
     """For each size of the host pool, with a Redis that has all."""
-    grid = Grid([1], [64], [n * SLOT_BYTES for n in POOLS], [0], [1 << 30])
+    pools = [n * SLOT_BYTES for n in POOLS]
+    grid = Grid([1], [64], pools, [0], [1 << 30], store_after=[store_after])
     speeds = Speeds(token_s=1.0, link_bytes_per_s=1e12)  # everything is worth loading
     return plan_rows(trace, grid, speeds, Prices())
 
@@ -82,14 +85,20 @@ def test_hit_rates_are_within_two_points(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as redis:
         url = redis.unix_url
 
-        def serve_apart(chunks: int) -> dict[str, float]:
-            more = {"record": recorded} if chunks == POOLS[0] else {}
-            return serve(tmp_path / str(chunks), url, chunks, key_prefix=f"{chunks}:", **more)
+        def serve_apart(chunks: int, store_after: int = 1) -> dict[str, float]:
+            more: dict[str, Any] = {"record": recorded} if chunks == POOLS[0] else {}
+            if store_after > 1:
+                more = {"store_after": store_after}
+            name = f"{chunks}-{store_after}"
+            return serve(tmp_path / name, url, chunks, key_prefix=f"{name}:", **more)
 
         with ThreadPoolExecutor() as threads:
-            found = [*threads.map(serve_apart, POOLS)]
+            runs = [*threads.map(serve_apart, [*POOLS, POOLS[0]], [1, 1, 1, 2])]
+    *found, later = runs
     trace = read_trace([recorded], 512, 0)
-    for row, real in zip(planned(trace), found, strict=True):
+    rows = [*planned(trace), planned(trace, 2)[0]]
+    for row, real in zip(rows, runs, strict=True):
+        assert row.stored_bytes == pytest.approx(real["stored_bytes"], rel=0.02)
         assert row.hit_rate == pytest.approx(real["hit_rate"], abs=0.02)
         assert row.hit_rate_pool == pytest.approx(real["hit_rate_pool"], abs=0.02)
         assert row.hit_rate_redis == pytest.approx(real["hit_rate_redis"], abs=0.02)
@@ -98,5 +107,9 @@ def test_hit_rates_are_within_two_points(tmp_path: Path) -> None:
     assert pools[0] + 0.05 < pools[1] < pools[2] - 0.05
     assert found[0]["hit_rate_redis"] > 0.3
     assert trace.measured is not None
-    measured = {name: trace.measured[name] for name in found[0]}
-    assert measured == pytest.approx(found[0])
+    names = ("hit_rate", "hit_rate_pool", "hit_rate_redis")
+    measured = {name: trace.measured[name] for name in names}
+    assert measured == pytest.approx({name: found[0][name] for name in names})
+    # Storing later writes less, and loses hits of Redis.
+    assert later["stored_bytes"] < 0.9 * found[0]["stored_bytes"]
+    assert later["hit_rate_redis"] < found[0]["hit_rate_redis"] - 0.05

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,10 @@ from typer.testing import CliRunner
 
 from lmcache_redis.cli.app import app
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.plan.figures import PlanRow
+from lmcache_redis.plan.shown import COLUMNS
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def run(*words: object) -> str:
@@ -34,7 +39,7 @@ def test_one_command_makes_a_trace_and_plans_it(tmp_path: Path) -> None:
     assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 200
     assert "t.jsonl: 200 requests" in text
     assert "hit rate" in text
-    assert re.search(r"GiB of host pool.* reach a hit rate of \d+\.\d%", text)
+    assert re.search(r"What nets the most: .* GiB of host pool.* a hit rate of \d+\.\d%", text)
     assert "prefill: 10,000 tokens a second" in text
 
 
@@ -61,6 +66,23 @@ def test_rows_have_each_size_with_each(trace: Path) -> None:
     assert document["assumed"]["link to Redis"].startswith("12,500 MB/s")
 
 
+def test_what_storing_later_saves_and_loses_is_said(trace: Path) -> None:
+    sizes = (trace, "--pool-bytes", "8GiB", "--redis-bytes", "256GiB")
+    said = re.search(
+        r"With --store-after 2 .* write (\d+)% less .* 256 GiB .* (\d+\.\d)% instead of (\d+\.\d)%",
+        run(*sizes),
+    )
+    assert said is not None
+    rows = json.loads(run(*sizes, "--store-after", "1,2", "--json"))["rows"]
+    all_, less = sorted(rows, key=lambda row: row["store_after"])
+    assert f"{1 - less['stored_bytes'] / all_['stored_bytes']:.0%}" == f"{said[1]}%"
+    assert [f"{row['hit_rate']:.1%}" for row in (less, all_)] == [f"{said[2]}%", f"{said[3]}%"]
+    assert 0 < less["stored_bytes"] < all_["stored_bytes"]
+    table = run(*sizes, "--store-after", "1,2")
+    assert "stored GiB" in table
+    assert "With --store-after" not in table
+
+
 def test_the_page_loads_nothing_and_its_plots_are_whole(trace: Path, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     text = run(trace, "--html", page, "--pool-bytes", "8GiB,32GiB", "--redis-bytes", "0,256GiB")
@@ -79,9 +101,45 @@ def test_the_page_loads_nothing_and_its_plots_are_whole(trace: Path, tmp_path: P
     for svg in plots:
         for dot in svg.iter("{http://www.w3.org/2000/svg}circle"):
             assert 0 <= float(dot.get("cx", "-1")) <= 560
-            assert 0 <= float(dot.get("cy", "-1")) <= 300
+            assert 0 <= float(dot.get("cy", "-1")) <= 300 - 44
+        # The legend is below the axis, in the picture.
+        keys = [p for p in svg.iter("{http://www.w3.org/2000/svg}path") if p.get("class") == "key"]
+        heights = [float(key.get("d", "").partition(",")[2].partition("h")[0]) for key in keys]
+        assert len(heights) == 2
+        assert 300 <= min(heights) < max(heights) < float(svg.get("height", "0"))
+    assert "@media(prefers-color-scheme:dark)" in html
     assert html.count("<tr") == 1 + 4
-    assert "class=enough" in html
+    assert html.count("<tr class=best>") == 1
+
+
+def test_sizes_that_double_are_equally_far_apart(trace: Path, tmp_path: Path) -> None:
+    sizes = ("--pool-bytes", "0,8GiB,16GiB,32GiB", "--redis-bytes", "64GiB")
+    run(trace, "--html", tmp_path / "plan.html", *sizes)
+    svg = re.findall(r"<svg.*?</svg>", (tmp_path / "plan.html").read_text(), re.S)[0]
+    at = [float(each) for each in re.findall(r'cx="([\d.]+)"', svg)]
+    assert len(at) == 4
+    assert [b - a for a, b in itertools.pairwise(at)] == pytest.approx([at[1] - at[0]] * 3, abs=0.2)
+
+
+def test_the_page_of_the_docs_is_todays(tmp_path: Path) -> None:
+    """Its table, what follows from it, and the plot."""
+    text = run("--example", tmp_path / "trace.jsonl", "--html", tmp_path / "plan.html")
+    html, page = (tmp_path / "plan.html").read_text(), (DOCS / "plan.md").read_text()
+    rows = json.loads(run(tmp_path / "trace.jsonl", "--json"))["rows"]
+    found = [PlanRow(**row) for row in rows]
+    columns = [
+        *("pool GiB", "Redis GiB", "hit rate", "pool", "Redis", "GPU s saved", "link MB/s"),
+        *("$ a month", "$ saved", "$ net"),
+    ]
+    header, *shown = re.search(r"```\n(pool GiB.*?)```", page, re.S)[1].splitlines()
+    assert re.split("  +", header.strip()) == columns
+    cells = [[COLUMNS[column](row) for column in columns] for row in found]
+    for line in shown[:-1]:
+        assert line.split() in cells
+    assert shown[-1] in text
+    assert (DOCS / "plan.svg").read_text().strip() in html, (
+        "docs/plan.svg is not what `plan` draws: copy the first <svg> of --html there"
+    )
 
 
 def test_names_in_a_page_are_escaped(trace: Path, tmp_path: Path) -> None:
@@ -99,6 +157,19 @@ def test_without_reuse_nothing_is_saved(tmp_path: Path) -> None:
     text = run(path, "--html", tmp_path / "page.html")
     assert "saves nothing" in text
     assert "has no times" in text
+
+
+def test_without_times_the_best_is_the_cheapest_that_is_near(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(json.dumps({"hash_ids": [n % 4]}) for n in range(40)))
+    assert "Cheapest of what has 95 % of the highest hit rate: 1 GiB of host pool" in run(
+        path, "--pool-bytes", "1GiB,2GiB", "--redis-bytes", "0"
+    )
+
+
+def test_a_cache_that_costs_more_than_it_saves_is_said_to(trace: Path) -> None:
+    text = run(trace, "--usd-per-gib-month", 10_000)
+    assert "At these prices no row saves more than it costs" in text
 
 
 @pytest.mark.parametrize(

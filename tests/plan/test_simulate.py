@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from lmcache_redis.cache.pacing import prefix_worth_loading
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.plan.example import example_lines
-from lmcache_redis.plan.figures import Grid, Prices, enough, plan_rows
+from lmcache_redis.plan.figures import Grid, Prices, best_row, plan_rows
 from lmcache_redis.plan.pacing import Speeds, decide
 from lmcache_redis.plan.reading import read_trace
 from lmcache_redis.plan.simulate import NEVER, NOWHERE, Capacity, Replay, stack_distances
@@ -70,15 +70,17 @@ def test_a_distance_is_the_size_of_a_cache_that_hits(names: list[int], capacity:
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("chunk_tokens", [512, 1024])
+@pytest.mark.parametrize(("chunk_tokens", "store_after"), [(512, 1), (1024, 1), (512, 2), (512, 3)])
 def test_prefixes_are_those_of_caches_one_by_one(
-    example: Trace, replicas: int, chunk_tokens: int
+    example: Trace, replicas: int, chunk_tokens: int, store_after: int
 ) -> None:
     trace = example.in_chunks(chunk_tokens)
     nbytes = trace.layout.nbytes
     replay = Replay(trace, replicas)
     sizes = Capacity(60 * nbytes, 150 * nbytes, 400 * nbytes, 20 * nbytes)
-    found = replay.find(sizes)
+    found = replay.find(sizes, store_after)
+    seen: list[Counter[int]] = [Counter() for _ in range(replicas)]
+    stored: set[int] = set()
     engines, pools, disks = (
         [Lru(size) for _ in range(replicas)]
         for size in (sizes.engine_bytes, sizes.pool_bytes, sizes.disk_bytes)
@@ -94,14 +96,17 @@ def test_prefixes_are_those_of_caches_one_by_one(
             name = int(trace.ids[chunk])
             place = next((n for n, tier in enumerate(tiers) if name in tier), NOWHERE)
             assert found.places[chunk] == place
-            assert found.written[chunk] == (name not in redis)
+            seen[at][name] += 1
+            if seen[at][name] >= store_after:
+                stored.add(name)
+            assert found.written[chunk] == (name in stored and name not in redis)
             here = name in engines[at], name in engines[at] or place != NOWHERE
             leads = [led and has for led, has in zip(leads, here, strict=True)]
             lengths = [n + led for n, led in zip(lengths, leads, strict=True)]
-            for cache in (*tiers, engines[at]):
+            for cache in (*(tiers if name in stored else tiers[:1]), engines[at]):
                 cache.use(name, nbytes)
         for name in trace.ids[begin:end][::-1].tolist():
-            for cache in (*tiers, engines[at]):
+            for cache in (*(tiers if name in stored else tiers[:1]), engines[at]):
                 cache.use(name, nbytes)
         assert [found.begin[request], found.end[request]] == lengths
     assert replicas == 1 or len({*replay.replica_of.tolist()}) == replicas
@@ -209,8 +214,23 @@ def test_rows_tell_tokens_times_link_and_money() -> None:
     assert row.link_peak_share == pytest.approx(0.4)
     assert row.usd_per_month == pytest.approx(CHUNK_BYTES + 10_000)
     assert row.usd_saved_per_month == pytest.approx(40 * 30.4 * 86_400 / 200)
-    assert enough([without, row]) is row
-    assert enough([without]) is None
+    assert row.usd_net_per_month == row.usd_saved_per_month - row.usd_per_month
+    assert best_row([without, row]) is row
+    assert best_row([without]) is None
+
+
+def test_the_best_row_is_by_dollars_or_else_by_hit_rate() -> None:
+    trace = trace_of("abcd", "efgh", "abcd", every_s=100.0)
+    grid = Grid([1], [10], [4 * CHUNK_BYTES], [0], [0, 10_000])
+    prices = Prices(gib_month=float(1 << 30), gpu_hour=3600.0)
+    small, large = plan_rows(trace, grid, Speeds(1.0, 1000.0, latency_s=0.0), prices)
+    worth = small._replace(hit_rate=0.1, usd_saved_per_month=1e6)
+    assert best_row([worth, large]) is worth
+    untimed = [row._replace(usd_saved_per_month=None, hit_rate=0.4) for row in (small, large)]
+    assert best_row(untimed) is untimed[0]
+    # Too far from the highest rate.
+    untimed[0] = untimed[0]._replace(hit_rate=0.37)
+    assert best_row(untimed) is untimed[1]
 
 
 def test_what_the_engine_has_is_not_asked_for() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import ConfigError, RedisError
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.net.connection import Connector
@@ -56,9 +57,9 @@ def tls_server(
         yield f"rediss://localhost:{port}"
 
 
-def refused(url: str) -> str:
+def refused(url: str, connect_timeout_s: float = 5.0) -> str:
     """The sentence with which a connection fails."""
-    connector = Connector(parse_deployment(RedisOptions(url)).server, 5.0, 5.0)
+    connector = Connector(parse_deployment(RedisOptions(url)).server, connect_timeout_s, 5.0)
     with pytest.raises((RedisError, ConfigError)) as caught:
         connector.open("x")
     assert open_streams(connector) == 0
@@ -89,6 +90,22 @@ def test_a_client_certificate(
         refused(f"{url}{ca}&ssl_certfile={theirs[0]}&ssl_keyfile={theirs[1]}")
         # The key of another certificate.
         refused(f"{url}{ca}&ssl_certfile={ours[0]}&ssl_keyfile={theirs[1]}")
+
+
+def test_one_side_alone_uses_tls(tmp_path: Path, authority: Authority) -> None:
+    """Agents and tools ask whether the port does, or does not."""
+    with tls_server(tmp_path, authority.issue("localhost", "localhost")) as url:
+        plain = url.replace("rediss://", "redis://")
+        options = RedisOptions(plain)
+        said = [refused(plain)]
+        with pytest.raises(RedisError) as caught, open_server(options):
+            raise AssertionError
+        said.append(str(caught.value))
+        for each in said:
+            assert each.endswith(": is it up, is the port right, does it use TLS (rediss://)?")
+            assert "localhost:" in each
+    with RedisServer(tmp_path) as server:
+        assert "is there no TLS?" in refused(server.url.replace("redis://", "rediss://"), 0.5)
 
 
 def test_many_small_chunks(tmp_path: Path, authority: Authority) -> None:

@@ -9,12 +9,9 @@ tensor parallelism holds whole. A recurrent layer keeps a state, however long th
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmcache_redis.chunks.names import FULL_REACH, Reach
@@ -25,7 +22,6 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 
 # An 8-bit latent of 512 with scales, and a bfloat16 rotary part of 64 (FlashMLA).
 PACKED_LATENT, _PACKED_BYTES, _PACKED_VALUES = "fp8_ds_mla", 656, 576
 KV_DTYPES = ("auto", *DTYPE_BYTES, PACKED_LATENT)
-CONFIG_NAME = "config.json"
 # Where models for images, sound and text keep the config of the text model.
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 UNKNOWN = (
@@ -144,25 +140,6 @@ class Fields:
     def merged(self, other: Mapping[str, Any]) -> Fields:
         """With the fields of another, which take precedence."""
         return Fields({**self.given, **other}, self.where)
-
-
-def read_config(model: str) -> dict[str, Any]:
-    """The config.json of a model: a directory that holds one, or the file. Raises ConfigError."""
-    path = Path(model)
-    if os.path.isdir(path):  # Path.is_dir raises where this user may not look
-        path /= CONFIG_NAME
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{model} cannot be read ({error.strerror}): name the directory of a model, or its "
-            "config.json. Nothing is downloaded"
-        ) from None
-    except ValueError:
-        config = None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} is not the config of a model, which is a JSON object")
-    return config
 
 
 def text_fields(config: Mapping[str, Any], where: str) -> Fields:

@@ -103,6 +103,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         except LMCacheRedisError as error:
             logger.error("the cache stays off: %s", error)
             return
+        self._recorder.endpoint = self._set_up.config.endpoint
         if self.role is KVConnectorRole.SCHEDULER:
             self._adapter = self._set_up.scheduler_client()
         else:

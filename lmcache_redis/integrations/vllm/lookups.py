@@ -83,8 +83,10 @@ class PrefixLookups:
                 request.request_id,
                 tracked.chunk_names()[chunks.start : chunks.stop],
                 first_chunk=chunks.start,
+                before=tracked.chunk_names()[: chunks.start],
                 token_s=0.0 if self._load_always else self.prefill.token_s,
                 busy_s=self.prefill.busy_s(time.monotonic()),
+                tenant=tracked.options.tenant,
             )
         began_s = time.monotonic()
         tokens = self._client.hit_tokens(request.request_id, wait_s=self._wait_budget_s)

@@ -296,6 +296,7 @@ ROUTING_SIMULATION = VllmOwner("envs").need(
 )
 _request = VllmOwner("v1.request:Request")
 TRACE_HEADERS = _request.need("trace_headers", "spans", default=None)
+CACHE_SALT = _request.need("cache_salt", "whose request it is", default=None)
 MM_FEATURES = _request.need("mm_features", "names of media", default=())
 OF_REQUESTS = tuple(
     _request.need(name, "what to look up, load and store", OFF)

@@ -252,7 +252,8 @@ class StepPlanner:
                 raise RuntimeError(f"vLLM asks for more of {group} than its windows reach")
             hashes = names[first_chunk:]
             self.recent.add(group.number, hashes)
-            ops.append(TransferOp(ids[begin:stop], hashes, skip_blocks=first - begin, group=place))
+            more = {"skip_blocks": first - begin, "group": place}
+            ops.append(TransferOp(ids[begin:stop], hashes, **more, tenant=tracked.options.tenant))
         self.missing_blocks[request_id] = self._missing(tracked, end)
         written = (block_id for op in ops for block_id in op.block_ids[op.skip_blocks :])
         transfer_id = self.references.take(written)
@@ -288,7 +289,8 @@ class StepPlanner:
                 hashes.append(names[chunk])
                 named += compare and tracked.is_client_named(chunk)
             if block_ids:
-                ops.append(TransferOp(block_ids, hashes, group=place, client_named=named))
+                more = {"group": place, "client_named": int(named)}
+                ops.append(TransferOp(block_ids, hashes, **more, tenant=tracked.options.tenant))
         if not ops:
             return []
         transfer_id = self.references.take([n for op in ops for n in op.block_ids], for_store=True)

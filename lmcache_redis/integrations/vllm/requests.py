@@ -7,10 +7,11 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from lmcache_redis import tenants
 from lmcache_redis.integrations.vllm import needs
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
@@ -42,12 +43,14 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a request asks of the cache: ``kv_transfer_params={"lmcache_redis": {...}}``.
 
     load, store: whether its prefix may be loaded, and its KV stored. max_load_tokens: the end of
-    the prefix that may be loaded; None: no limit.
+    the prefix that may be loaded; None: no limit. tenant: whose request it is; what `of` returns
+    has it as agents are sent it (`tenants`).
     """
 
     load: bool = True
     store: bool = True
     max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    tenant: Any = ""  # a bad one must not void the others
 
     @staticmethod
     def of(request: Request, policy: CachePolicy) -> RequestOptions:
@@ -60,7 +63,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except (msgspec.ValidationError, UnicodeError) as error:
             logger.warning(
                 "request %s: kv_transfer_params with lmcache_redis=%r are not followed: %s; give "
-                "some of load (bool), store (bool) and max_load_tokens (int)",
+                "some of load (bool), store (bool), max_load_tokens (int) and tenant (str)",
                 request.request_id, found, error,
             )  # fmt: skip
         # Another connector brings its whole prompt; a hit would replace that by a part of it.
@@ -70,7 +73,22 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             options,
             load=options.load and policy.loads and is_cached and not is_brought,
             store=options.store and policy.stores and is_cached,
+            tenant=_tenant(request, options.tenant),
         )
+
+
+def _tenant(request: Request, name: Any) -> str:
+    """The tenant of a request that gives this name; empty: none."""
+    if tenants.is_name(name):
+        return str(name)
+    if name == "":
+        return tenants.of_salt(needs.CACHE_SALT.of(request) or "")
+    logger.warning(
+        "request %s has no tenant: %.80r is not a name: write at most %d printable characters, "
+        "not `none`, `other` or `*`, and no # first",
+        request.request_id, name, tenants.MOST_LETTERS,
+    )  # fmt: skip
+    return ""
 
 
 @dataclass(slots=True)

@@ -262,7 +262,8 @@ class ConnectorScheduler:
         if (lookup := tracked.lookup) is not None:
             found = {f"{tier}_tokens": tokens for tier, tokens in lookup.loaded.items()}
             found["failed"] = tracked.computes
-            self._recorder.span("load", tracked.request, lookup.load_began_s, found)
+            error = "load_failed" if tracked.computes else ""
+            self._recorder.span("load", tracked.request, lookup.load_began_s, found, error)
         if tracked.request.is_finished():
             del self._tracked[request_id]
         elif not tracked.computes:

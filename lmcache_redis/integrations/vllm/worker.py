@@ -255,4 +255,6 @@ class ConnectorWorker:
     def _took(self, name: str, span: str, begun: _Begun, found: Mapping[str, int]) -> None:
         """Records that a transfer has ended. found: chunks, counted once for each group."""
         self._recorder.observe(name, time.monotonic() - begun.begun_s, str(self._rank))
-        self._recorder.span(span, begun.planned, begun.begun_s, {"rank": self._rank, **found})
+        error = "chunks_failed" if found.get("failed_chunks") else ""
+        attributes = {"rank": self._rank, **found}
+        self._recorder.span(span, begun.planned, begun.begun_s, attributes, error)

@@ -42,7 +42,8 @@ NO_CONNECTION_LEFT: Final = "raise its maxclients"
 _CHECK_PASSWORD: Final = "set the user and password of the Redis URL"
 _NO_BACKEND: Final = "a proxy that reaches no server: see its backends"
 _SENT: Final = (
-    f"agents send {shown(Use.ALWAYS)}, with --ttl-refresh also {shown(Use.TTL_REFRESH)}: "
+    f"agents send {shown(Use.ALWAYS)}, with --ttl-refresh also {shown(Use.TTL_REFRESH)}, "
+    f"with --warm-bytes {shown(Use.WARM)}: "
     "`lmcache-redis doctor` tries each"
 )
 # After the words of an error that is no reply.

@@ -27,6 +27,8 @@ class Use(enum.Enum):
     CLUSTER = "a Cluster"
     SENTINEL = "Sentinel"
     ROUTERS = "routers"
+    TENANTS = "--tenant-bytes"
+    WARM = "--warm-bytes"
 
 
 class Command(NamedTuple):
@@ -74,6 +76,9 @@ COMMANDS: Final = (
         "getex", ("GETEX", KEY, "EX", _EXPIRES_S), "nothing is loaded", Use.TTL_REFRESH, True
     ),
     Command(
+        "incrby", ("INCRBY", KEY, 0), "no limit of a tenant is kept", Use.TENANTS
+    ),
+    Command(
         "scan", ("SCAN", "0", "MATCH", KEY, "COUNT", 1),
         "chunks of an old epoch stay, and `why --layouts` knows only the engines of its own agent",
     ),
@@ -86,6 +91,10 @@ COMMANDS: Final = (
     Command(
         "subscribe", ("SUBSCRIBE", CHANNEL),
         "routers are not told what Redis evicts and expires", Use.ROUTERS,
+    ),
+    Command("object|freq", ("OBJECT", "FREQ", KEY), "new host pools are not filled", Use.WARM),
+    Command(
+        "object|idletime", ("OBJECT", "IDLETIME", KEY), "new host pools are not filled", Use.WARM
     ),
     Command(
         "sentinel|get-master-addr-by-name", ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE),

@@ -141,6 +141,12 @@ def judge_greeting(reply: ErrorReply, name: str, endpoint: Endpoint) -> None:
         raise RedisUnavailable(f"{at} refuses the connection: {brief(reply.text)}")
 
 
+def tls_question(endpoint: Endpoint) -> str:
+    """After the sentence for a connection that the server has closed at once, as TLS ports do."""
+    is_plain = endpoint.transport is Transport.TCP
+    return ": is it up, is the port right, does it use TLS (rediss://)?" if is_plain else ""
+
+
 def translated(error: Exception, endpoint: Endpoint) -> RedisError | ConfigError:
     """The error, with a sentence that says what to change, for one of connecting or greeting."""
     at, tls = f"Redis at {endpoint.where}", endpoint.origin.tls
@@ -154,7 +160,7 @@ def translated(error: Exception, endpoint: Endpoint) -> RedisError | ConfigError
             f"{at} does not speak Redis: is the port right, does it use TLS?{more}"
         )
     if isinstance(error, RedisLost):
-        return RedisLost(f"{error}{more}")
+        return RedisLost(f"{error}{tls_question(endpoint)}{more}")
     if isinstance(error, RedisError):
         return error
     if is_tls and isinstance(error, FileNotFoundError):
@@ -179,6 +185,8 @@ def _seen(error: Exception, endpoint: Endpoint) -> tuple[str, str]:
         return "does not exist", "start Redis, or correct the Redis URL"
     if code == errno.EACCES:
         return "may not be used by this user", "see its permissions"
+    if code in (errno.ECONNRESET, errno.EPIPE):
+        return f"closes connections{tls_question(endpoint)}", ""
     known = errno.errorcode.get(code, str(code)) if code is not None else brief(str(error))
     return f"cannot be reached: {known}", ""
 

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.compat.gateway.wire import GET, KEY, Client, header
 from tests.objects.redis_tiers import wait_until
-from tests.scraping import get, port_in, samples_in, undocumented
+from tests.scraping import get, head, port_in, samples_in, undocumented
 from tests.servers import RedisServer
 
 pytestmark = pytest.mark.servers
@@ -125,6 +125,7 @@ def test_a_scrape_says_what_was_served(tmp_path: Path) -> None:
             own = [metric for metric in page if metric.name.startswith("lmcache_redis_")]
             assert undocumented(own, "Of a gateway") == set()
             assert get(port, "/healthz") == (200, "ok\n")
+            assert head(port, "/healthz") == (200, 3, b"")
             redis.kill()
             wait_until(lambda: found()["gateway_up"] == 0)
             status, said = process.end()

@@ -15,6 +15,9 @@ steps. Source: ``vllm/tracing/otel.py``, ``do_tracing`` in ``vllm/v1/engine/outp
                 lmcache_redis.load      from the allocation of its blocks to the end on all ranks
     workers     lmcache_redis.retrieve  the load on one rank
                 lmcache_redis.store     for which a rank's store holds blocks
+
+By OpenTelemetry's conventions a lookup is the call of a database's client. It names the agent's
+socket: engines do not know the servers. What has failed has the status, and an ``error.type``.
 """
 
 from __future__ import annotations
@@ -114,8 +117,11 @@ class ConnectorStats(KVConnectorStats):
 class Recorder:
     """What one process has counted since the last `take`, and the spans of its requests.
 
-    traces: whether to make spans; vLLM has checked that OpenTelemetry is there.
+    traces: whether to make spans; vLLM has checked that OpenTelemetry is there. endpoint: the
+    agent's, once it is known.
     """
+
+    endpoint = ""
 
     def __init__(self, *, traces: bool = False) -> None:
         self._data: dict[str, dict[str, Any]] = {}
@@ -126,6 +132,7 @@ class Recorder:
             from opentelemetry import trace
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+            self._trace = trace
             self._tracer = trace.get_tracer("lmcache_redis")  # vLLM may set its provider later
             self._propagator = TraceContextTextMapPropagator()
 
@@ -149,20 +156,33 @@ class Recorder:
         return ConnectorStats(data) if data else None
 
     @guarded(nothing, "spans")
-    def span(self, name: str, of: Any, began_s: float, attributes: Mapping[str, Any]) -> None:
+    def span(
+        self, name: str, of: Any, began_s: float, attributes: Mapping[str, Any], error: str = ""
+    ) -> None:
         """Makes a span that ends now, if ``of``, which has a request's id, has its trace headers.
 
-        began_s: `time.monotonic()`.
+        began_s: `time.monotonic()`. error: what has failed, as one word.
         """
         if self._traces and (headers := needs.TRACE_HEADERS.of(of)):
             found = {f"lmcache_redis.{key}": value for key, value in attributes.items()}
+            found["gen_ai.request.id"] = of.request_id  # as in ``llm_request``
+            kind = self._trace.SpanKind.INTERNAL
+            if name == "lookup":
+                kind = self._trace.SpanKind.CLIENT
+                found |= {"db.system.name": "redis", "db.operation.name": name}
+                found["server.address"] = self.endpoint.removeprefix("ipc://")
             now_ns = time.time_ns()
-            self._tracer.start_span(
+            span = self._tracer.start_span(
                 f"lmcache_redis.{name}",
                 context=self._propagator.extract(headers),
-                attributes={"gen_ai.request.id": of.request_id, **found},  # as in ``llm_request``
+                kind=kind,
+                attributes=found,
                 start_time=now_ns - int((time.monotonic() - began_s) * 1e9),
-            ).end(now_ns)
+            )
+            if error:
+                span.set_attribute("error.type", error)
+                span.set_status(self._trace.StatusCode.ERROR)
+            span.end(now_ns)
 
 
 class ReportingHooks(KVConnectorBase_V1):

@@ -1,0 +1,66 @@
+"""How many requests have named a chunk, for `--store-after N`: it is written once N have.
+
+A request names a chunk in its lookup or, where that went to another agent, in its stores; several
+times count once. Whoever names a chunk needs all chunks before it, so these have been seen as
+often, also if they were forgotten here. What vLLM's own cache serves whole is not looked up, so it
+is not seen.
+
+The memory is a fixed table: 2**19 buckets of two chunks, 8 MiB. In a full bucket the chunk seen
+last takes the place of the one not seen for longer, so about a million chunks are known, the
+latest. Of a chunk 40 bits are kept, beside the 19 of its bucket: one in 2**39 chunks is taken for
+another. So is one in 2**16 requests, whose chunks then count at the next.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+_BUCKETS = 1 << 19
+# A chunk seen: its 40 bits, 16 of the request that has named it last, and 8 for how many have.
+_CHUNK_BITS = ~0xFFFFFF & (1 << 64) - 1
+_REQUEST_BITS = 0xFFFF00
+_COUNT_BITS = 0xFF
+MOST_SIGHTS = _COUNT_BITS
+
+
+class ChunkSights:
+    """store_after: the requests after which a chunk is written."""
+
+    def __init__(self, store_after: int) -> None:
+        self.store_after = store_after
+        self._table = array("Q", bytes(2 * _BUCKETS * 8))
+
+    def see(self, request: object, model_name: str, hashes: Sequence[bytes]) -> list[bytes]:
+        """A request names chunks, in the order of its prompt. Those that it made to be written."""
+        of_request = hash(request) << 8 & _REQUEST_BITS
+        most, reached = 1, []
+        for chunk_hash in reversed(hashes):
+            name = hash((model_name, chunk_hash))
+            known = self._find(name)
+            before = known & _COUNT_BITS
+            count = before + (known & _REQUEST_BITS != of_request) if before else 1
+            most = min(MOST_SIGHTS, max(most, count))
+            self._put(name, known, of_request | most)
+            if before < self.store_after <= most:
+                reached.append(chunk_hash)
+        return reached[::-1]
+
+    def count(self, model_name: str, chunk_hash: bytes) -> int:
+        """The requests that have named a chunk, as far as it is known."""
+        return self._find(hash((model_name, chunk_hash))) & _COUNT_BITS
+
+    def _find(self, name: int) -> int:
+        """What the table has of a chunk; 0: nothing."""
+        at, chunk = 2 * (name % _BUCKETS), name & _CHUNK_BITS
+        for known in self._table[at : at + 2]:
+            if known & _CHUNK_BITS == chunk and known:
+                return known
+        return 0
+
+    def _put(self, name: int, known: int, what: int) -> None:
+        """Instead of what is known of it, or of the chunk in its bucket seen before the other."""
+        at, table = 2 * (name % _BUCKETS), self._table
+        if table[at] != known:
+            table[at + 1] = table[at]
+        table[at] = name & _CHUNK_BITS | what

@@ -1,0 +1,139 @@
+"""`status`: an agent in about ten lines. What is printed is pure."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, Url, agent_anywhere
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_Report = Mapping[str, Any]  # a STATUS document
+# What a line is about, what it says, and whether that is bad.
+_Row = tuple[str, str, bool]
+_MOST_LAYOUTS = 4
+_LAYOUT_DIGITS = 16
+
+
+def status(
+    everything: Annotated[
+        bool,
+        typer.Option("--all", help="Also engines, queues, canaries, and every counter with zeros."),
+    ] = False,
+    endpoint: Endpoint = None,
+    url: Url = None,
+    timeout_s: Timeout = 2.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show hit rate, what was saved, tiers, engines, and what is wrong, in about ten lines."""
+    report = agent_anywhere(endpoint, url, timeout_s).status()
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    from lmcache_redis.cli.shown import all_rows, console, status_tables
+
+    out = console()
+    _print_rows(out, [*rows(report), *(all_rows(report) if everything else ())])
+    for table in status_tables(report) if everything else ():
+        out.print(table)
+
+
+def _print_rows(out: Console, found: list[_Row]) -> None:
+    """Of a terminal's width; elsewhere a line is as long as what it says."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from lmcache_redis.cli.shown import LABEL_WIDTH
+
+    if not out.is_terminal:
+        for label, text, _ in found:
+            print(f"{label:<{LABEL_WIDTH}}{text}")
+        return
+
+    grid = Table.grid()
+    grid.add_column(style="bold", width=LABEL_WIDTH, no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text, is_bad in found:
+        grid.add_row(label, Text(text, "bold red" if is_bad else ""))
+    out.print(grid)
+
+
+def rows(report: _Report) -> Iterator[_Row]:
+    from lmcache_redis.agent import words
+
+    agent = f"{report['version']}, process {report['pid']}, up for {words.uptime(report)}"
+    yield "agent", agent, False
+    yield "", report["endpoint"], False
+    counters = report["counters"]
+    by_tier = ", ".join(
+        f"{tier} {words.percent(share)}"
+        for tier, share in report["hit_rate"].items()
+        if tier != "disk" or report["disk"]
+    )
+    asked = f"{counters['lookup_chunks']:,} chunks in {counters['lookups']:,} lookups"
+    yield "hit rate", f"{words.percent(words.hit_rate(report))} of {asked}: {by_tier}", False
+    yield "saved", words.saved(report), False
+    yield from _tiers(report)
+    yield from _engines(report)
+    yield "misses", _reasons(report, "miss_"), False
+    stored = f"{counters['stored_chunks']:,} chunks in Redis"
+    yield "stored", f"{stored}; not stored: {_reasons(report, 'drop_')}", False
+    if not_compared := words.not_compared(report["canaries"]["every"], counters):
+        yield "canaries", not_compared, False
+    for number, text in enumerate(words.troubles(report)):
+        yield "" if number else "wrong", text, True
+
+
+def _tiers(report: _Report) -> Iterator[_Row]:
+    from lmcache_redis.admin.names import shown_bytes
+    from lmcache_redis.agent import words
+
+    pool, disk, redis = report["pool"], report["disk"], report["redis"]
+    loads, queues = report["loads"], report["queues"]
+    used, whole, pinned = (
+        shown_bytes(pool[name] * pool["slot_bytes"])
+        for name in ("used_slots", "slots", "pinned_slots")
+    )
+    waiting = f"; {loads['waiting']:,} lookups wait for room" if loads["waiting"] else ""
+    yield "pool", f"up: {used} of {whole}, {pinned} pinned{waiting}", False
+    if disk:
+        used, whole = (shown_bytes(disk[name]) for name in ("used_bytes", "limit_bytes"))
+        up = f"up: {used} of {whole}, loads: {words.load_rate(loads['tiers']['disk'])}"
+        yield "disk", up if disk["up"] else f"DOWN: {disk['reason']}", not disk["up"]
+    failing = words.failing(redis)
+    rate = words.load_rate(loads["tiers"]["redis"])
+    queued = f"; {queues['writes']:,} chunks wait to be written" if queues["writes"] else ""
+    if not redis["up"]:
+        yield "Redis", f"DOWN: {redis['reason']} ({redis['server']})", True
+    elif failing:
+        yield "Redis", f"up, and FAILS: {failing}; {redis['server']}", True
+    else:
+        yield "Redis", f"up: {redis['server']}, loads: {rate}{queued}", False
+
+
+def _engines(report: _Report) -> Iterator[_Row]:
+    engines = report["engines"]
+    if not engines:
+        yield "engines", "none is connected", False
+        return
+    ready = sum(each["ready"] for each in engines)
+    waits = "" if ready == len(engines) else ": others wait for their scheduler or other ranks"
+    yield "engines", f"{ready} of {len(engines)} workers ready{waits}", False
+    layouts = Counter((each["model"], each["layout"][:_LAYOUT_DIGITS]) for each in engines)
+    for model, layout in [*layouts][:_MOST_LAYOUTS]:
+        yield "", f"{model}, layout {layout}", False
+    if len(layouts) > _MOST_LAYOUTS:
+        yield "", f"and {len(layouts) - _MOST_LAYOUTS} more layouts: see --all", False
+
+
+def _reasons(report: _Report, kind: str) -> str:
+    from lmcache_redis.agent import words
+
+    found = words.reasons(report, kind)
+    return ", ".join(f"{name} {count:,}" for name, count in found.items()) or "none"

@@ -1,0 +1,71 @@
+"""Takes docs/images/page.png: the page of a real agent, after so many minutes of a small load.
+
+python -m tests.agent.picture [MINUTES]
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from PIL import Image
+
+from tests.browser import Browser
+from tests.harness import AgentServer, Engine, block_hashes
+from tests.scraping import port_in
+from tests.servers import RedisServer
+
+PICTURE = Path(__file__).parent.parent.parent / "docs" / "images" / "page.png"
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+_SIZE = (1120, 1700)
+_NEW = 0.3  # of the prompts
+_BLOCKS = range(64)
+# A host pool that holds a part of the documents.
+_POOL_BYTES = 12 << 20
+_TOKEN_S = 1 / 4000
+
+
+def main(minutes: float = 60.0) -> None:
+    with tempfile.TemporaryDirectory(prefix="lmcache-redis-") as name:
+        directory = Path(name)
+        browser = Browser.find(directory / "profile")
+        with (
+            RedisServer(directory) as redis,
+            AgentServer(
+                directory / "agent", redis.unix_url, metrics="127.0.0.1:0", expose_requests=True,
+                pool_bytes=_POOL_BYTES, canary_every=1000,
+            ) as agent,
+            Engine(agent.endpoint, model_name=MODEL, num_blocks=len(_BLOCKS) + 8) as engine,
+        ):  # fmt: skip
+            serve(engine, time.monotonic() + 60 * minutes)
+            agent.wait_idle()
+            browser.screenshot(f"http://127.0.0.1:{port_in(agent.log)}/", PICTURE, size=_SIZE)
+    with Image.open(PICTURE) as picture:
+        picture.convert("RGB").quantize(64).save(PICTURE, optimize=True)
+
+
+def serve(engine: Engine, until_s: float) -> None:
+    """Prompts about new documents and old ones, some of them more often; more in waves."""
+    chosen = random.Random(0)
+    number = 0
+    while time.monotonic() < until_s:
+        number += 1
+        document = number if chosen.random() < _NEW else -int(chosen.expovariate(1 / 14))
+        hashes = block_hashes(f"document {document}", len(_BLOCKS))
+        request_id = f"chatcmpl-{chosen.getrandbits(64):016x}"
+        tokens = engine.lookup(request_id, hashes, token_s=_TOKEN_S)
+        chunks = tokens // 64
+        if chunks:
+            engine.retrieve(request_id, hashes[: 4 * chunks], _BLOCKS[: 4 * chunks])
+        if 4 * chunks < len(hashes):
+            engine.store(request_id, hashes, _BLOCKS)
+        engine.scheduler.end_session(request_id)
+        busy = 1 + time.monotonic() % 600 // 120
+        time.sleep(chosen.expovariate(busy / 2))
+
+
+if __name__ == "__main__":
+    main(*map(float, sys.argv[1:]))

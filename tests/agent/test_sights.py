@@ -1,0 +1,172 @@
+"""`--store-after N`: chunks are written to the tiers once N requests have named them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.agent import sights as module
+from lmcache_redis.agent.sights import ChunkSights
+from tests.agent.test_history import explained
+from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.servers import RedisServer
+
+CHUNK_TOKENS = 64
+
+
+def test_a_request_counts_once() -> None:
+    sights = ChunkSights(2)
+    prompt = [b"a", b"b", b"c"]
+    assert sights.see("first", "model", prompt) == []
+    assert sights.see("first", "model", prompt) == []
+    assert sights.see("second", "model", [b"a", b"b", b"x"]) == [b"a", b"b"]
+    assert sights.see("second", "model", [b"x"]) == []
+    assert [sights.count("model", each) for each in (b"a", b"c", b"x", b"never")] == [2, 1, 1, 0]
+    assert sights.count("another model", b"a") == 0
+    assert sights.see("third", "model", prompt) == [b"c"]
+
+
+def test_what_comes_before_a_chunk_has_been_seen_as_often() -> None:
+    """Also if it was forgotten, or served by the engine's own cache: it is needed to load it."""
+    sights = ChunkSights(3)
+    for request in ("first", "second", "third"):
+        sights.see(request, "model", [b"c"])
+    assert sights.see("fourth", "model", [b"a", b"b", b"c", b"d"]) == [b"a", b"b"]
+    assert sights.count("model", b"a") == 4
+
+
+def test_it_forgets_the_oldest_and_takes_no_chunk_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_BUCKETS", 1 << 10)
+    sights, some = ChunkSights(2), [n.to_bytes(32) for n in range(400)]
+    sights.see("first", "model", some)
+    known = sum(sights.count("model", each) for each in some)
+    assert 0.9 * len(some) < known <= len(some)
+    others = [n.to_bytes(32) for n in range(1 << 30, (1 << 30) + 20_000)]
+    assert not any(sights.count("model", each) for each in others)
+    sights.see("later", "model", others)  # far more than it holds
+    assert sum(sights.count("model", each) for each in some) < 0.1 * len(some)
+    assert sights.count("model", others[0]) == 1  # the chunks of a prompt are seen from the end
+
+
+def test_many_requests_do_not_overflow() -> None:
+    sights = ChunkSights(2)
+    for request in range(1000):
+        sights.see(request, "model", [b"a"])
+    assert sights.count("model", b"a") == 255
+
+
+def ask(engine: Engine, request_id: str, hashes: list[bytes], local_chunks: int = 0) -> int:
+    """A request from its lookup to its end: loads nothing, stores what was not found."""
+    names = engine.chunks(hashes)
+    engine.scheduler.ranks.reported({0: engine.workers[0].place})
+    engine.scheduler.begin_lookup(
+        request_id,
+        names[local_chunks:],
+        first_chunk=local_chunks,
+        before=names[:local_chunks],
+    )
+    wait_until(lambda: engine.scheduler.hit_tokens(request_id) is not None, "an answer")
+    found = max(local_chunks * CHUNK_TOKENS, engine.scheduler.hit_tokens(request_id) or 0)
+    first = found // engine.block_size_tokens
+    if first < len(hashes):
+        engine.store(request_id, hashes[first:], range(first, len(hashes)))
+    engine.scheduler.end_session(request_id)
+    return found // CHUNK_TOKENS
+
+
+def settled(agent: AgentServer) -> dict[str, int]:
+    """The counters once nothing is copied or written."""
+    wait_until(lambda: not any(agent.status()["queues"].values()), "the writes")
+    return agent.counters()
+
+
+@pytest.mark.servers
+def test_a_chunk_is_written_when_a_second_request_names_it(tmp_path: Path) -> None:
+    hashes = block_hashes("prompt", 16)
+    with (
+        RedisServer(tmp_path) as redis,
+        AgentServer(tmp_path / "agent", redis.unix_url, store_after=2) as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        assert ask(engine, "first", hashes) == 0
+        counters = settled(agent)
+        assert (counters["gathered_chunks"], counters["stored_chunks"]) == (4, 0)
+        assert counters["drop_admission"] == 4
+        request = explained(agent, "first")
+        assert request["parts"]["because"] == ["only in the host pool for now (--store-after)"]
+        # The host pool has them: nothing is computed again, and nothing gathered.
+        assert ask(engine, "second", hashes) == 4
+        wait_until(lambda: settled(agent)["stored_chunks"] == 4, "the writes")
+        counters = settled(agent)
+        assert (counters["gathered_chunks"], counters["drop_admission"]) == (4, 4)
+        ask(engine, "third", hashes)
+        assert settled(agent)["stored_chunks"] == 4
+
+
+@pytest.mark.servers
+def test_the_beginning_that_an_engine_has_itself_is_written_too(tmp_path: Path) -> None:
+    """A system prompt is looked up once, and then only named: nothing behind it loads without."""
+    system, agent_more = block_hashes("system", 8), {"store_after": 2}
+    prompts = [system + block_hashes(f"question {n}", 8) for n in range(2)]
+    with RedisServer(tmp_path) as redis:
+        with (
+            AgentServer(tmp_path / "agent", redis.unix_url, **agent_more) as agent,
+            Engine(agent.endpoint) as engine,
+        ):
+            assert ask(engine, "first", prompts[0]) == 0
+            assert ask(engine, "second", prompts[1], local_chunks=2) == 2
+            wait_until(lambda: settled(agent)["stored_chunks"] == 2, "the writes")
+            assert settled(agent)["drop_admission"] == 6
+        with (
+            AgentServer(tmp_path / "other", redis.unix_url, **agent_more) as agent,
+            Engine(agent.endpoint) as engine,
+        ):
+            # Only what two requests have named is in Redis.
+            assert ask(engine, "elsewhere", prompts[0]) == 2
+
+
+@pytest.mark.servers
+def test_what_the_pool_has_lost_is_written_at_the_next_store(tmp_path: Path) -> None:
+    hashes = block_hashes("prompt", 8)
+    with (
+        RedisServer(tmp_path) as redis,
+        AgentServer(
+            tmp_path / "agent", redis.unix_url, store_after=2, pool_bytes=6 * (64 << 10)
+        ) as agent,
+        Engine(agent.endpoint, layers=1) as engine,
+    ):
+        assert ask(engine, "first", hashes) == 0
+        for number in range(4):
+            ask(engine, f"other {number}", block_hashes(f"other {number}", 8))
+        assert settled(agent)["stored_chunks"] == 0
+        assert ask(engine, "again", hashes) == 0
+        miss = explained(agent, "again")["lookup"]["first_miss"]
+        assert miss["reason"] == "absent"
+        assert miss["because"] == [
+            "it was seen before, but too seldom to be written (--store-after)"
+        ]
+        wait_until(lambda: settled(agent)["stored_chunks"] == 2, "the writes")
+        assert ask(engine, "new", block_hashes("new", 8)) == 0
+        assert explained(agent, "new")["lookup"]["first_miss"]["because"] == []
+
+
+@pytest.mark.servers
+def test_ranks_of_other_nodes_count_a_request_once(tmp_path: Path) -> None:
+    """Their agents see stores alone, one of each worker."""
+    hashes = block_hashes("prompt", 8)
+    with (
+        RedisServer(tmp_path) as redis,
+        AgentServer(tmp_path / "here", redis.unix_url, store_after=2) as here,
+        AgentServer(tmp_path / "there", redis.unix_url, store_after=2) as there,
+        Engine([here.endpoint, there.endpoint, there.endpoint], world_size=3) as engine,
+    ):
+        for request_id, written in (("first", 0), ("second", 2)):
+            assert engine.lookup(request_id, hashes) == 0
+            engine.store(request_id, hashes, range(8))
+            engine.scheduler.end_session(request_id)
+            wait_until(lambda n=written: settled(here)["stored_chunks"] == n, "the writes")
+            wait_until(lambda n=written: settled(there)["stored_chunks"] == 2 * n, "the writes")
+        assert engine.lookup("third", hashes) == 2 * CHUNK_TOKENS

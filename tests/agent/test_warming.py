@@ -1,0 +1,177 @@
+"""`--warm-bytes` with real servers: what a new agent's host pool is filled with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from lmcache_redis.chunks.names import stripe_key
+from lmcache_redis.resp import RedisOptions
+from lmcache_redis.resp.plane import RedisPlane
+from lmcache_redis.resp.ranking import RankedKeys
+from lmcache_redis.tiers import CallOutcome
+from tests.acl import documented_url
+from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.servers import RedisServer
+from tests.topologies import running_cluster
+
+pytestmark = pytest.mark.servers
+
+PROMPTS = [block_hashes(f"prompt {number}", 16) for number in range(3)]
+CHUNKS = 4  # of each
+CHUNK_BYTES = 3 * 2 * 16 * 64 * 4 * 4
+SLOT_BYTES = 64 << 10
+
+
+def store_all(directory: Path, url: str, **options: Any) -> None:
+    with (
+        AgentServer(directory / "first", url, **options) as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        for number, hashes in enumerate(PROMPTS):
+            engine.randomize(range(16))
+            engine.store(f"store {number}", hashes, range(16))
+        agent.wait_idle()
+        assert agent.counter("stored_chunks") == CHUNKS * len(PROMPTS)
+
+
+def warm(agent: AgentServer) -> dict[str, Any]:
+    """The agent's report once it has ended."""
+    wait_until(lambda: agent.status()["warm"]["done"], "a filled host pool")
+    return dict(agent.status()["warm"])
+
+
+def test_a_new_agent_has_what_was_used_most(tmp_path: Path) -> None:
+    """As large as one prompt: that which was used, not those stored before and after."""
+    frequency = ("--maxmemory-policy", "allkeys-lfu", "--lfu-log-factor", "0")
+    with RedisServer(tmp_path, args=frequency) as redis:
+        store_all(tmp_path, redis.unix_url)
+        used = {each.hex() for each in PROMPTS[1][3::4]}
+        for key in redis.command("KEYS", "lmcr1:*"):
+            if any(name in key.hex() for name in used):
+                for _ in range(9):
+                    redis.command("GETRANGE", key, 0, 0)
+        size = CHUNKS * CHUNK_BYTES
+        with (
+            AgentServer(tmp_path / "new", redis.unix_url, warm_bytes=size) as agent,
+            Engine(agent.endpoint) as engine,
+        ):
+            report = warm(agent)
+            assert report == {"chunks": CHUNKS, "bytes": size, "left_chunks": 0, "done": True}
+            before = agent.counters()
+            for number, hashes in enumerate(PROMPTS):
+                request = f"lookup {number}"
+                assert engine.lookup(request, hashes) == 16 * 16
+                assert engine.retrieve(request, hashes, range(16)) == set()
+                engine.scheduler.end_session(request)
+            after = agent.counters()
+            assert after["hit_chunks_host"] - before["hit_chunks_host"] == CHUNKS
+            assert after["hit_chunks_redis"] - before["hit_chunks_redis"] == 2 * CHUNKS
+            assert "filling the host pool with the most used of 12 chunks" in agent.log
+            assert "filled the host pool with 4 chunks" in agent.log
+
+
+def test_bytes_that_are_not_the_chunks_are_not_loaded(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as redis:
+        store_all(tmp_path, redis.unix_url)
+        keys = sorted(redis.command("KEYS", "lmcr1:*"))
+        (damaged,) = [key for key in keys if PROMPTS[0][3].hex() in key.hex() and key[-1] == 1]
+        redis.command("SETRANGE", damaged, 600, b"other bytes")
+        (lacking,) = [key for key in keys if PROMPTS[0][7].hex() in key.hex() and key[-1] == 1]
+        redis.command("UNLINK", lacking)
+        with (
+            AgentServer(tmp_path / "new", redis.unix_url, warm_bytes="1GiB") as agent,
+            Engine(agent.endpoint),
+        ):
+            assert warm(agent)["chunks"] == CHUNKS * len(PROMPTS) - 2
+            counters = agent.counters()
+            assert (counters["miss_corrupt"], counters["miss_incomplete"]) == (1, 1)
+
+
+def test_of_another_layout_nothing_is_loaded(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as redis:
+        store_all(tmp_path, redis.unix_url)
+        with AgentServer(tmp_path / "new", redis.unix_url, warm_bytes="1GiB") as agent:
+            assert not agent.status()["warm"]["done"], "no engine has come"
+            with Engine(agent.endpoint, model_name="another/model"):
+                assert warm(agent)["chunks"] == 0
+            with Engine(agent.endpoint):
+                wait_until(lambda: warm(agent)["chunks"] == CHUNKS * len(PROMPTS), "the chunks")
+
+
+def test_each_node_of_a_cluster_is_asked(tmp_path: Path) -> None:
+    with running_cluster(tmp_path) as cluster:
+        store_all(tmp_path, cluster.url)
+        with (
+            AgentServer(tmp_path / "new", cluster.url, warm_bytes="1GiB") as agent,
+            Engine(agent.endpoint),
+        ):
+            assert warm(agent)["chunks"] == CHUNKS * len(PROMPTS)
+
+
+def test_a_user_without_the_rights_goes_on(tmp_path: Path, own_server: RedisServer) -> None:
+    url = documented_url(own_server, "agent")
+    store_all(tmp_path, url)
+    with (
+        AgentServer(tmp_path / "new", url, warm_bytes="1GiB") as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        assert warm(agent)["chunks"] == 0
+        assert agent.log.count("the host pool is not filled (--warm-bytes)") == 1
+        assert "(ACL SETUSER USER +object|freq;" in agent.log
+        redis = agent.status()["redis"]
+        assert {"object|freq", "object|idletime"} <= {*redis["commands"]}
+        assert (redis["up"], redis["last_error"]) == (True, None)
+        assert engine.lookup("lookup", PROMPTS[0]) == 16 * 16
+
+
+@pytest.fixture
+def plane_of() -> Iterator[Callable[[str], RedisPlane]]:
+    planes = []
+
+    def start(url: str) -> RedisPlane:
+        planes.append(RedisPlane(RedisOptions(url)))
+        planes[-1].start()
+        assert planes[-1].wait_probed(30).up
+        return planes[-1]
+
+    yield start
+    for each in planes:
+        each.close(1.0)
+
+
+def ranked(plane: RedisPlane, prefixes: Sequence[bytes], limit: int = 100) -> RankedKeys:
+    results: SimpleQueue[RankedKeys] = SimpleQueue()
+    plane.rank(prefixes, limit, time.monotonic() + 30, results.put)
+    return results.get(timeout=60)
+
+
+def test_without_frequencies_the_last_uses_count(
+    redis_server: RedisServer, plane_of: Callable[[str], RedisPlane]
+) -> None:
+    keys = [b"lmcr1:warm %d" % number for number in range(600)]
+    with redis_server.client() as client:
+        for key in keys:
+            client.set(stripe_key(key, 0), b"x")
+            client.set(stripe_key(key, 1), b"x")
+        client.set(stripe_key(b"lmcr1:other", 0), b"x")
+        wait_until(
+            lambda: client.object("IDLETIME", stripe_key(keys[0], 0)) >= 1, "a second without use"
+        )
+        client.touch(stripe_key(keys[77], 0), stripe_key(keys[5], 0))
+    plane = plane_of(redis_server.unix_url)
+    found = ranked(plane, [b"lmcr1:warm"])
+    assert (found.outcome, found.refused) == (CallOutcome.DONE, "")
+    assert len(found.keys) == 100
+    assert {*found.keys[:2]} == {keys[5], keys[77]}
+    assert {*ranked(plane, [b"lmcr1:warm"], 1000).keys} == {*keys}
+    assert {*ranked(plane, [b"lmcr1:warm 7", b"lmcr1:other"]).keys} == {
+        b"lmcr1:other",
+        *(key for key in keys if key.startswith(b"lmcr1:warm 7")),
+    }
+    assert ranked(plane, [b"lmcr1:nothing"]).keys == []

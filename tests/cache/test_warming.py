@@ -1,0 +1,210 @@
+"""Filling a host pool before anybody asks: what comes first, what is given up, where it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from lmcache_redis.cache import warming as module
+from lmcache_redis.cache.lookup import PrefixLookup
+from lmcache_redis.cache.parts import LookupRequest
+from lmcache_redis.cache.warming import Warming
+from lmcache_redis.resp.ranking import RankedKeys
+from lmcache_redis.tiers import (
+    REDIS_COUNTERS,
+    CallOutcome,
+    ChunkIO,
+    ReadOutcome,
+    ScanResult,
+)
+from tests.cache.played import FORM, HASHES, PlayedTier, World
+
+CHUNK_SLOTS = FORM.stripe_count
+
+
+class Warmed:
+    """A cache over a Redis that the test plays, and the warming of it."""
+
+    def __init__(self, slots: int = 64, size_bytes: int = 1 << 20) -> None:
+        self.redis = PlayedTier("Redis")
+        self.world = World([(self.redis, REDIS_COUNTERS)], slots=slots)
+        self.ranks: list[tuple[Sequence[bytes], Any]] = []
+        self.warming = Warming(self.world.cache, self._rank, size_bytes)
+        self.world.cache.warming = self.warming
+
+    def _rank(self, prefixes: Sequence[bytes], limit: int, deadline_s: float, done: Any) -> None:
+        self.ranks.append((prefixes, done))
+
+    def rank(self, *hashes: bytes, refused: str = "") -> None:
+        """Redis has ranked the chunks."""
+        self.world.run(lambda: self.ranks)
+        _, done = self.ranks.pop()
+        done(RankedKeys(CallOutcome.DONE, [FORM.key(each) for each in hashes], refused))
+        self.world.run(lambda: not self.warming._is_ranking)
+
+    def arrive(self, *jobs: ChunkIO, outcome: ReadOutcome = ReadOutcome.LOADED) -> None:
+        for job in jobs or [*self.redis.read]:
+            self.redis.read.remove(job)
+            self.redis.read_done(job, outcome)
+        self.turn()
+
+    def arrive_all(self) -> None:
+        """Until it has ended."""
+        while not self.warming.report()["done"]:
+            self.world.run(lambda: self.redis.read or self.warming.report()["done"])
+            self.arrive()
+
+    def turn(self) -> None:
+        turns = iter(range(5))
+        self.world.run(lambda: next(turns, None) is None)
+
+    @property
+    def reading(self) -> list[bytes]:
+        return [job.frame.chunk_hash for job in self.redis.read]
+
+    @property
+    def held(self) -> list[bytes]:
+        return [each for each in HASHES if FORM.key(each) in self.world.cache.pool]
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TOGETHER_S", 0.0)
+
+
+@pytest.fixture
+def warmed() -> Iterator[Warmed]:
+    warmed = Warmed()
+    yield warmed
+    warmed.world.close()
+
+
+def test_the_most_used_chunks_are_loaded_and_evicted_last(warmed: Warmed) -> None:
+    pool = warmed.world.cache.pool
+    warmed.world.hold(b"asked for")
+    warmed.warming.warm([FORM])
+    warmed.rank(*HASHES[:3])
+    assert warmed.reading == HASHES[:1], "no rate is known yet"
+    assert not warmed.warming.report()["done"]
+    warmed.arrive_all()
+    assert warmed.warming.report() == {
+        "chunks": 3,
+        "bytes": 3 * FORM.chunk_bytes,
+        "left_chunks": 0,
+        "done": True,
+    }
+    order = []
+    while len(pool):
+        before = {*pool}
+        pool.reserve(None, pool.free + 1)
+        (gone,) = before - {*pool}
+        order.append(gone.chunk_hash)
+    assert order == [HASHES[2], HASHES[1], HASHES[0], b"asked for"]
+    for entry in [*pool._outside]:
+        pool.discard(entry)
+        pool.unpin(entry)
+
+
+def test_it_asks_once_for_workers_that_come_together(warmed: Warmed) -> None:
+    warmed.warming.warm([FORM])
+    warmed.warming.warm([FORM])
+    warmed.rank()
+    warmed.warming.warm([FORM])
+    warmed.turn()
+    assert not warmed.ranks
+    assert warmed.warming.report()["done"]
+
+
+def test_no_more_than_its_size_and_nothing_is_evicted_for_it() -> None:
+    of_two = Warmed(size_bytes=2 * FORM.chunk_bytes)
+    of_two.warming.warm([FORM])
+    of_two.rank(*HASHES)
+    of_two.arrive_all()
+    assert of_two.held == HASHES[:2]
+    of_two.world.close()
+    full = Warmed(slots=3 * CHUNK_SLOTS)
+    asked = full.world.hold(b"asked for")
+    full.warming.warm([FORM])
+    full.rank(*HASHES)
+    full.arrive_all()
+    assert full.held == HASHES[:2]
+    assert asked.key in full.world.cache.pool
+    assert full.warming.report()["done"]
+    full.world.close()
+
+
+def test_a_lookup_comes_first(warmed: Warmed) -> None:
+    """What is in flight is given up, and loaded when the lookup's loads have ended."""
+    warmed.warming.warm([FORM])
+    warmed.rank(*HASHES[:2])
+    (ours,) = warmed.redis.read
+    done: list[PrefixLookup] = []
+    request = LookupRequest([FORM], HASHES[3:4], deadline_s=1e12)
+    PrefixLookup(warmed.world.cache, request, done.append).start()
+    assert warmed.redis.cancelled == [ours]
+    warmed.arrive(ours, outcome=ReadOutcome.CANCELLED)
+    ((_, scanned),) = warmed.redis.scanned
+    scanned(ScanResult(CallOutcome.DONE, 1))
+    warmed.world.run(lambda: HASHES[3] in warmed.reading)
+    for _ in range(20):
+        warmed.turn()
+    assert warmed.reading == [HASHES[3]], "nothing begins while a lookup loads"
+    warmed.arrive()
+    assert [each.bound for each in done] == [1]
+    warmed.arrive_all()
+    assert warmed.held == [*HASHES[:2], HASHES[3]]
+    assert warmed.warming.report()["chunks"] == 2
+
+
+def test_nothing_is_loaded_while_chunks_wait_to_be_written(warmed: Warmed) -> None:
+    cache = warmed.world.cache
+    entry = warmed.world.hold(b"stored")
+    cache.write_behind(entry, 60)
+    warmed.warming.warm([FORM])
+    warmed.rank(*HASHES[:1])
+    warmed.turn()
+    assert not warmed.reading
+    cache.queues[0].cancel(entry)
+    warmed.world.run(lambda: warmed.reading)
+    warmed.arrive()
+
+
+def test_what_is_gone_or_damaged_is_left_out(warmed: Warmed) -> None:
+    warmed.warming.warm([FORM])
+    warmed.rank(*HASHES[:3])
+    warmed.arrive(outcome=ReadOutcome.MISSING)
+    warmed.arrive(outcome=ReadOutcome.CORRUPT)
+    warmed.arrive()
+    assert warmed.held == [HASHES[2]]
+    assert warmed.warming.report()["done"]
+
+
+def test_it_ends_when_redis_is_down_or_the_agent_stops(warmed: Warmed) -> None:
+    warmed.warming.warm([FORM])
+    warmed.rank(*HASHES)
+    warmed.redis.is_up = False
+    warmed.arrive(outcome=ReadOutcome.UNAVAILABLE)
+    assert not warmed.held
+    assert warmed.warming.report()["done"]
+    other = Warmed()
+    other.warming.warm([FORM])
+    other.rank(*HASHES[:1])
+    other.warming.stop()
+    other.arrive(outcome=ReadOutcome.CANCELLED)
+    other.turn()
+    assert not other.reading
+    other.world.close()
+
+
+def test_a_server_that_does_not_tell_is_said_once(
+    warmed: Warmed, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    warmed.warming.warm([FORM])
+    warmed.rank(refused="Redis says: NOPERM")
+    (said,) = caplog.messages
+    assert said == "the host pool is not filled (--warm-bytes): Redis says: NOPERM"
+    assert warmed.warming.report()["done"]

@@ -1,0 +1,66 @@
+"""Numbers that several agents add to: on one server, in a cluster, and where a user may not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.resp import RedisPlane
+from lmcache_redis.resp.routes import slot_of
+from lmcache_redis.tiers import CallOutcome, NumbersResult
+from tests.acl import documented_url
+from tests.resp.helpers import PATIENCE_S, Answers, running
+from tests.servers import RedisServer
+from tests.topologies import running_cluster
+
+pytestmark = pytest.mark.servers
+KEYS = [b"lmcr1:tenant:%d" % number for number in range(40)]
+
+
+def add_up(plane: RedisPlane, keys: Sequence[bytes], amounts: Mapping[bytes, int]) -> NumbersResult:
+    answers = Answers()
+    deadline = time.monotonic() + PATIENCE_S
+    plane.add_up(keys, amounts, 100, deadline, answers.callback("add"))
+    found: NumbersResult = answers.wait(1)[0]
+    return found
+
+
+def test_amounts_are_added_and_expire(server: RedisServer) -> None:
+    client = server.client()
+    with running(server.url) as plane:
+        assert add_up(plane, KEYS[:3], {KEYS[0]: 5}) == (CallOutcome.DONE, [5, 0, 0])
+        assert 0 < client.ttl(KEYS[0]) <= 100
+        client.expire(KEYS[0], 7)
+        assert add_up(plane, KEYS[:3], {KEYS[0]: 1, KEYS[2]: 1 << 50}).numbers == [6, 0, 1 << 50]
+        assert client.ttl(KEYS[0]) <= 7, "what is added later lives no longer"
+        assert not client.exists(KEYS[1])
+
+
+def test_values_of_others_are_not_known(server: RedisServer) -> None:
+    client = server.client()
+    client.set(KEYS[0], "x")
+    client.rpush(KEYS[1], "x")
+    with running(server.url) as plane:
+        assert add_up(plane, KEYS[:3], {}).numbers == [None, None, 0]
+        assert add_up(plane, KEYS[:3], {KEYS[0]: 1}).numbers[0] is None
+    assert client.get(KEYS[0]) == b"x"
+
+
+def test_a_user_who_may_not_is_told(server: RedisServer) -> None:
+    with running(documented_url(server)) as plane:
+        assert add_up(plane, KEYS[:2], {KEYS[0]: 1}).numbers == [None, None]
+        assert plane.stats().refused["NOPERM"] == 1
+        assert add_up(plane, KEYS[:2], {}).numbers == [0, 0]
+
+
+def test_in_a_cluster_nothing_is_added_twice(tmp_path: Path) -> None:
+    with running_cluster(tmp_path) as cluster, running(cluster.url) as plane:
+        assert add_up(plane, KEYS, dict.fromkeys(KEYS, 2)).numbers == [2] * len(KEYS)
+        source = cluster.node_of(KEYS[0])
+        target = next(node for node in cluster.nodes if node is not source)
+        cluster.move(slot_of(KEYS[0]), source, target)  # the plane's map is outdated
+        assert add_up(plane, KEYS, dict.fromkeys(KEYS[::2], 3)).numbers == [5, 2] * 20
+        assert add_up(plane, KEYS, {}).numbers == [5, 2] * 20
