@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from lmcache_redis import tenants
+from lmcache_redis.integrations.vllm import needs
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.worker import Planned
@@ -81,7 +82,7 @@ def _tenant(request: Request, name: Any) -> str:
     if tenants.is_name(name):
         return str(name)
     if name == "":
-        return tenants.of_salt(getattr(request, "cache_salt", None) or "")
+        return tenants.of_salt(needs.CACHE_SALT.of(request) or "")
     logger.warning(
         "request %s has no tenant: %.80r is not a name: write at most %d printable characters, "
         "not `none`, `other` or `*`, and no # first",
@@ -167,7 +168,8 @@ class Tracked:
 
     @property
     def trace_headers(self) -> Mapping[str, str] | None:
-        return getattr(self.request, "trace_headers", None)
+        headers: Mapping[str, str] | None = needs.TRACE_HEADERS.of(self.request)
+        return headers
 
     def hashed_tokens(self) -> int:
         return len(self.request.block_hashes) * self.hash_tokens
@@ -181,7 +183,7 @@ class Tracked:
     def is_client_named(self, chunk: int) -> bool:
         """Whether the name of a chunk covers a medium's name, which its client may have given."""
         end = (chunk + 1) * self.chunk_tokens
-        features = getattr(self.request, "mm_features", ())
+        features = needs.MM_FEATURES.of(self.request)
         return any(each.mm_position.offset < end for each in features)
 
     def chunk_names(self) -> Sequence[bytes]:
@@ -229,13 +231,13 @@ class MediaNames:
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        media = getattr(vllm_config.model_config, "multimodal_config", None)
+        media = needs.MULTIMODAL.of(vllm_config.model_config)
         self.are_counted = (
             media is not None
             and media.mm_processor_cache_gb == 0
             and not vllm_config.cache_config.enable_prefix_caching
         )
-        is_long = getattr(media, "mm_hasher_algorithm", None) == "sha512"
+        is_long = needs.MM_HASHER.of(media) == "sha512"
         self._digest = _LONG_DIGEST if is_long else _DIGEST
         self._has_warned = False
 

@@ -29,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lmcache_redis.client.scheduler import SchedulerClient
+from lmcache_redis.integrations.vllm import needs
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.lookups import PrefixLookups
 from lmcache_redis.integrations.vllm.planning import StepPlanner
@@ -150,7 +151,7 @@ class ConnectorScheduler:
         for request_id in output.preempted_req_ids or ():
             if (tracked := self._tracked.get(request_id)) is not None:
                 self._lookups.forget(tracked)
-        for copy in getattr(output, "kv_cache_block_copies", None) or ():
+        for copy in needs.BLOCK_COPIES.of(output) or ():
             self._planner.provenance.copied(copy.src_block_id, copy.dst_block_id)
         filled: list[Planned] = []
         adapted: list[tuple[Request, bytes]] = []

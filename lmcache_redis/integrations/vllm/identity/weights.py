@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import xxhash
 
 from lmcache_redis.errors import Unsupported
+from lmcache_redis.integrations.vllm import needs
 from lmcache_redis.integrations.vllm.identity import files
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def files_of(root: Path) -> list[Path]:
 
 
 def _source(model: ModelConfig) -> str:
-    return str(getattr(model, "model_weights", "") or model.model)
+    return str(needs.MODEL_WEIGHTS.of(model) or model.model)
 
 
 def _digest(model: ModelConfig, load: LoadConfig) -> str:

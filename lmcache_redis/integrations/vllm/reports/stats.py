@@ -36,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from lmcache_redis.client.scheduler import ChunkWatch, SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.integrations.vllm import needs
 from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
 from lmcache_redis.metrics import PREFIX, SECONDS, Declared
 
@@ -162,7 +163,7 @@ class Recorder:
 
         began_s: `time.monotonic()`. error: what has failed, as one word.
         """
-        if self._traces and (headers := getattr(of, "trace_headers", None)):
+        if self._traces and (headers := needs.TRACE_HEADERS.of(of)):
             found = {f"lmcache_redis.{key}": value for key, value in attributes.items()}
             found["gen_ai.request.id"] = of.request_id  # as in ``llm_request``
             kind = self._trace.SpanKind.INTERNAL
@@ -191,8 +192,8 @@ class ReportingHooks(KVConnectorBase_V1):
     _adapter: SchedulerClient | WorkerClient | None
 
     def _begin_reports(self) -> None:
-        observability = getattr(self._vllm_config, "observability_config", None)
-        endpoint = getattr(observability, "otlp_traces_endpoint", None)
+        observability = needs.OBSERVABILITY_CONFIG.of(self._vllm_config)
+        endpoint = needs.OTLP_ENDPOINT.of(observability)
         self._recorder = Recorder(traces=endpoint is not None)
         self._announcer: Announcer | None = None
         self._failed_reports: set[str] = set()
@@ -206,7 +207,7 @@ class ReportingHooks(KVConnectorBase_V1):
         hash_tokens: int,
     ) -> None:
         """Has the scheduler's connector make KV events, if vLLM publishes them."""
-        config = getattr(self._vllm_config, "kv_events_config", None)
+        config = needs.KV_EVENTS_CONFIG.of(self._vllm_config)
         if config is not None and config.enable_kv_cache_events:
             # Here, because a vLLM that has changed what they need must still run the cache.
             from lmcache_redis.integrations.vllm.reports.events import Announcer, spec_fields
@@ -227,13 +228,12 @@ class ReportingHooks(KVConnectorBase_V1):
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
         """The tokens of a planned load by the tier that has them (vLLM 0.32 or newer)."""
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
         if self._scheduler is None:
             return {}
         tokens = self._scheduler.hit_tokens(request.request_id)
-        sources = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
-        remote = CacheHitSource.EXTERNAL_UNSPECIFIED  # vLLM's word for a remote store
+        source = needs.HIT_SOURCE.load()
+        sources = {"host": source.HOST, "disk": source.DISK}
+        remote = source.EXTERNAL_UNSPECIFIED  # vLLM's word for a remote store
         return {sources.get(tier, remote): count for tier, count in tokens.items()}
 
     @guarded(nothing, "statistics")
