@@ -20,7 +20,7 @@ from tests.servers import RedisServer
 
 PICTURE = Path(__file__).parent.parent.parent / "docs" / "images" / "page.png"
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-_SIZE = (1120, 1700)
+_SIZE = (1120, 1780)
 _NEW = 0.3  # of the prompts
 _BLOCKS = range(64)
 # A host pool that holds a part of the documents.
@@ -35,7 +35,7 @@ def main(minutes: float = 60.0) -> None:
         with (
             RedisServer(directory) as redis,
             AgentServer(
-                directory / "agent", redis.unix_url, metrics="127.0.0.1:0", expose_requests=True,
+                directory / "agent", redis.unix_url, metrics="127.0.0.1:0",
                 pool_bytes=_POOL_BYTES, canary_every=1000,
             ) as agent,
             Engine(agent.endpoint, model_name=MODEL, num_blocks=len(_BLOCKS) + 8) as engine,
