@@ -1,18 +1,23 @@
-"""Takes docs/images/page.png: the page of a real agent, after so many minutes of a small load.
+"""Takes docs/images: the page and `top` of an agent, after minutes of a small load.
 
 python -m tests.agent.picture [MINUTES]
 """
 
 from __future__ import annotations
 
+import io
 import random
+import re
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 from PIL import Image
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
 
+from lmcache_redis.cli.shown import frame
 from tests.browser import Browser
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.scraping import port_in
@@ -26,6 +31,11 @@ _BLOCKS = range(64)
 # A host pool that holds a part of the documents.
 _POOL_BYTES = 12 << 20
 _TOKEN_S = 1 / 4000
+_TOP_S = 5.0
+# With a font of the reader's machine.
+_SVG = re.sub(r"@font-face {{.*?}}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(
+    "Fira Code", "DejaVu Sans Mono"
+)
 
 
 def main(minutes: float = 60.0) -> None:
@@ -41,6 +51,13 @@ def main(minutes: float = 60.0) -> None:
             Engine(agent.endpoint, model_name=MODEL, num_blocks=len(_BLOCKS) + 8) as engine,
         ):  # fmt: skip
             serve(engine, time.monotonic() + 60 * minutes)
+            before = agent.status()
+            serve(engine, time.monotonic() + _TOP_S)
+            shown = Console(record=True, width=80, file=io.StringIO())
+            shown.print(frame(before, agent.status()))
+            PICTURE.with_name("top.svg").write_text(
+                shown.export_svg(title="lmcache-redis top", code_format=_SVG)
+            )
             agent.wait_idle()
             browser.screenshot(f"http://127.0.0.1:{port_in(agent.log)}/", PICTURE, size=_SIZE)
     with Image.open(PICTURE) as picture:
