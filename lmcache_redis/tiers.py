@@ -409,8 +409,8 @@ class Account(Protocol):
     def admits(self, tenant: str) -> bool:
         """Whether chunks of the tenant are written. Cheap: called for every chunk."""
 
-    def dropped(self, tenant: str, chunks: int) -> None:
-        """Chunks of a tenant that is not admitted are not written. Told once for each chunk."""
+    def dropped(self, tenant: str) -> None:
+        """A chunk of a tenant that is not admitted is not written. Told once for each chunk."""
 
     def stored(self, tenant: str, nbytes: int) -> None:
         """A chunk that the tier did not have was written; nbytes: its size."""

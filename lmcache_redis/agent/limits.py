@@ -69,7 +69,8 @@ class TenantLimits:
         self._ask_about(tenant)
         if (self.used_by(tenant) or 0) < limit:
             return None
-        return f"tenant {tenant} has used the {format_size(limit)} of its --tenant-bytes"
+        used = f"tenant {tenant} has used the {format_size(limit)} of its --tenant-bytes"
+        return f"not written to Redis: {used}"
 
     def stored(self, tenant: str, nbytes: int) -> None:
         if self.limit_of(tenant) is not None:

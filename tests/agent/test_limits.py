@@ -160,7 +160,7 @@ def test_what_was_known_last_holds(how: dict[str, Any]) -> None:
     assert here.limits.why_not("team") is not None
 
 
-def test_an_addition_is_made_once_if_its_answer_is_lost_and_later_if_it_is_refused() -> None:
+def test_a_lost_addition_is_given_up_a_refused_one_is_not() -> None:
     here = Played("*=100")
     here.limits.stored("team", 60)
     for _ in range(3):
@@ -270,6 +270,36 @@ def test_two_agents_share_an_account(tmp_path: Path, redis_server: RedisServer) 
         wait_until(lambda: (used(first, "team") or 0) >= 2 * nbytes, what="what the second wrote")
         store(of_first, "fifth")
         assert first.counter("drop_quota") == 2
+
+
+@pytest.mark.servers
+def test_only_redis_is_withheld_and_who_has_room_brings_it(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    how = {"tenant_bytes": "full=1", "disk_path": tmp_path / "disk", "disk_size": "64MiB"}
+    with (
+        AgentServer(tmp_path / "a", redis_server.unix_url, **how) as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        engine.tenant = "full"
+        store(engine, "first")
+        wait_until(lambda: used(agent, "full"), what="its account")
+        prompt = block_hashes("second", 8)
+        for stored, present in ((2, 0), (2, 2)):
+            engine.lookup("second", prompt)
+            engine.store("second", prompt, range(8))
+            (request,) = ControlClient(agent.endpoint, 10).why("second", 1)["requests"]
+            found = [request["parts"][each] for each in ("stored", "present", "dropped")]
+            assert found == [stored, present, 0]
+        assert engine.lookup("again", prompt) == 128, "from the host pool"
+        wait_until(lambda: agent.counter("disk_stored_chunks") == 4, what="both on the disk")
+        assert (agent.counter("stored_chunks"), agent.counter("drop_quota")) == (2, 2)
+        engine.tenant = "another"
+        engine.store("third", prompt, range(8))
+        wait_until(lambda: agent.counter("stored_chunks") == 4, what="who has room")
+        tenants = agent.status()["tenants"]
+        assert (tenants["full"]["dropped_chunks"], tenants["another"]["dropped_chunks"]) == (2, 0)
+        assert tenants["another"]["stored_bytes"] == tenants["full"]["stored_bytes"] > 0
 
 
 @pytest.mark.servers
