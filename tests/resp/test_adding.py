@@ -20,9 +20,14 @@ pytestmark = pytest.mark.servers
 KEYS = [b"lmcr1:tenant:%d" % number for number in range(40)]
 
 
-def add_up(plane: RedisPlane, keys: Sequence[bytes], amounts: Mapping[bytes, int]) -> NumbersResult:
+def add_up(
+    plane: RedisPlane,
+    keys: Sequence[bytes],
+    amounts: Mapping[bytes, int],
+    within_s: float = PATIENCE_S,
+) -> NumbersResult:
     answers = Answers()
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + within_s
     plane.add_up(keys, amounts, 100, deadline, answers.callback("add"))
     found: NumbersResult = answers.wait(1)[0]
     return found
@@ -88,3 +93,18 @@ def test_in_a_cluster_nothing_is_added_twice(tmp_path: Path) -> None:
         cluster.move(slot_of(KEYS[0]), source, target)  # the plane's map is outdated
         assert add_up(plane, KEYS, dict.fromkeys(KEYS[::2], 3)).numbers == [5, 2] * 20
         assert add_up(plane, KEYS, {}).numbers == [5, 2] * 20
+
+
+def test_of_a_silent_shard_nobody_knows(tmp_path: Path) -> None:
+    with running_cluster(tmp_path) as cluster, running(cluster.url) as plane:
+        assert None not in add_up(plane, KEYS, {}).numbers
+        silent = cluster.node_of(KEYS[0])
+        silent.stop()
+        try:
+            found = add_up(plane, KEYS, dict.fromkeys(KEYS, 2), within_s=2.0)
+        finally:
+            silent.cont()
+        assert found.outcome is CallOutcome.DONE
+        assert not any(found.refused), "the amounts may have arrived"
+        expected = [None if cluster.node_of(key) is silent else 2 for key in KEYS]
+        assert found.numbers == expected
