@@ -155,6 +155,8 @@ class Setting:
             found = {"type": ["string", "integer"], "pattern": f"^{_SIZE}$"}
         if self.choices:
             found = {"enum": list(self.choices)}
+        if self.repeatable:
+            found = {"type": ["string", "array"], "items": {"type": "string"}}
         if self.between is not None:
             found |= dict(zip(("minimum", "maximum"), self.between, strict=True))
         if self.reloadable:

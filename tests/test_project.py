@@ -90,6 +90,7 @@ def test_owned_paths_exist() -> None:
         ("docs, cli: name the units of sizes", True),
         ("resp/net: end a call at its deadline", True),
         ('Revert "A lost GPU is no refused call"', True),
+        ("Merge 5c193cab into main", True),
         ("resp: ask another node after CLUSTERDOWN.", False),
         ("resp: Asks another node", False),
         ("Docs: name the units", False),

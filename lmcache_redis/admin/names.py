@@ -101,11 +101,6 @@ def show_key(data: bytes) -> str:
     return '"' + "".join(_SHOWN.get(b, p) for b, p in zip(data, plain, strict=True)) + '"'
 
 
-def printable(text: str) -> str:
-    """The text with control characters escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def read_layout(text: str) -> str:
     """The digits of a layout that all its chunks share. Raises ConfigError for other text."""
     digits = text.strip().lower()

@@ -279,7 +279,7 @@ def test_hashes_of_different_lengths_are_refused(agent: AgentServer) -> None:
         assert call.wait(SLACK_S)
         assert isinstance(call.answer, m.Failure)
         assert call.answer.code == m.BAD_MESSAGE
-        assert "different lengths" in call.answer.reason
+        assert "differ in length" in call.answer.reason
 
 
 def test_garbage_on_the_wire_harms_no_one_else(agent: AgentServer, stored: Engine) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis.agent.reports import words
-from lmcache_redis.cli.shown import console, status_tables
+from lmcache_redis.cli.status import rows
 from lmcache_redis.cli.why import request_lines
 from lmcache_redis.client.control import ControlClient
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
@@ -42,11 +42,7 @@ class Place:
         return dict(self.agent.status()["redis"])
 
     def status_text(self) -> str:
-        shown = console()
-        with shown.capture() as found:
-            for table in status_tables(self.agent.status()):
-                shown.print(table)
-        return found.get()
+        return "\n".join(f"{label} {text}" for label, text, _ in rows(self.agent.status()))
 
     def why(self) -> str:
         return "\n".join(request_lines(ControlClient(self.agent.endpoint, 10).why("", 1), 0.0))

@@ -90,7 +90,7 @@ tr:last-child td { border-bottom: 0; padding-bottom: 0; }
 footer { margin-top: 18px; color: var(--soft); font-size: 12.5px; }
 """
 _STYLE_HASH = b64encode(sha256(_STYLE.encode()).digest()).decode()
-# Of all that names what engines serve: no other site may use it, nothing keeps it.
+# Of all that names what engines serve: no page of another origin may read it, nothing keeps it.
 PRIVATE: Final = (
     ("X-Content-Type-Options", "nosniff"),
     ("Referrer-Policy", "no-referrer"),
