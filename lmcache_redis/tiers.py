@@ -129,11 +129,13 @@ class KeysResult(NamedTuple):
 class NumbersResult(NamedTuple):
     """numbers: under each key in order, 0 where there is none; None: not known. Empty unless DONE.
 
-    Of a key with an amount: None: the amount may not have been added.
+    An amount was added if the number of its key is known, and was not if the key is ``refused``: a
+    server does not take it now. Otherwise nobody knows, whatever the outcome.
     """
 
     outcome: CallOutcome
     numbers: Sequence[int | None] = ()
+    refused: Sequence[bool] = ()
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -407,11 +409,11 @@ class Account(Protocol):
     def admits(self, tenant: str) -> bool:
         """Whether chunks of the tenant are written. Cheap: called for every chunk."""
 
-    def dropped(self, tenant: str, chunks: int) -> None:
-        """So many are not, because it does not."""
+    def dropped(self, tenant: str) -> None:
+        """A chunk of a tenant that is not admitted is not written. Told once for each chunk."""
 
     def stored(self, tenant: str, nbytes: int) -> None:
-        """A chunk of so many bytes was written, which the tier did not have."""
+        """A chunk that the tier did not have was written; nbytes: its size."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,14 +233,9 @@ class StoreJob(CopyJob):
             self._cache.pool.touch_all((entry.key,))
             self._already += 1
             if entry.state is EntryState.READY:
-                if tenants.admits(entry.tenant):
-                    self._write_behind(entry)
+                entry.tenant = tenants.payer(entry.tenant, self._tenant)
+                self._write_behind(entry)
                 self._cache.pool.seen(None, (entry.key,))
-        if wanted and (why := tenants.why_not(self._tenant)):
-            self._cache.metrics.count("drop_quota", len(wanted))
-            tenants.dropped(self._tenant, len(wanted))
-            self._reasons.add(why)
-            wanted = []
         self._gather(wanted)
 
     def _gather(self, chunks: Sequence[int]) -> None:
@@ -306,6 +301,8 @@ class StoreJob(CopyJob):
             return
         delay_s = _FIRST_TOKEN_FIRST_S if self._registration.device.on_host_cores else 0.0
         self._cache.write_behind(entry, delay_s)
+        if entry.is_over_limit and (why := self._agent.peers.tenants.why_not(entry.tenant)):
+            self._reasons.add(why)
 
     def _holds_back(self, entry: Entry) -> bool:
         sights, was_held_back = self._agent.sessions.sights, entry.is_held_back

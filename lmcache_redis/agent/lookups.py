@@ -149,11 +149,12 @@ class LookupJob:
 
     def _write_behind(self, forms: Sequence[ChunkForm], hashes: Sequence[bytes]) -> None:
         """Those in the host pool that were held back, because too few requests had named them."""
-        pool = self._agent.cache.pool
+        pool, tenants = self._agent.cache.pool, self._agent.peers.tenants
         for key in (form.key(each) for each in hashes for form in forms):
             entry = pool.get(key)
             if entry is not None and entry.is_held_back:
                 entry.is_held_back = False
+                entry.tenant = tenants.payer(entry.tenant, self._tenant)
                 self._agent.cache.write_behind(entry)
 
     def _elsewhere(self, ranks: Sequence[Registration]) -> list[PartNames]:
@@ -192,8 +193,9 @@ class LookupJob:
                 waited_s=took_s,
             )
         pool, hashes = self._agent.cache.pool, self._question.hashes
+        tenants = self._agent.peers.tenants
         for (chunk, row), entry in found.parts.take().items():
-            entry.tenant = entry.tenant or self._tenant  # who is charged if it is written again
+            entry.tenant = tenants.payer(entry.tenant, self._tenant)  # if it is written again
             first, *others = users[row]
             for part in others:
                 pool.pin(entry)

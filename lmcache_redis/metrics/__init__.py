@@ -165,7 +165,7 @@ DECLARED: Final = (
             shutdown="chunks not stored because the agent was shut down",
             admission="chunks kept in the host pool alone, until --store-after requests name them",
             disk="chunks not written to disk: its queue was full, or the disk failed",
-            quota="chunks not stored because their tenant has used its --tenant-bytes",
+            quota="chunks not written to Redis because their tenant has used its --tenant-bytes",
         ),
     ),
     Declared(

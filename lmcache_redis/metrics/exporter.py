@@ -194,12 +194,12 @@ def serve_metrics(
 ) -> Iterator[int]:
     """Serves from entry to exit, and yields the port: for port 0 the one that was chosen.
 
-    owner: what /healthz asks. counted: the other metrics. pages: others, by path. Raises
-    StartError on entry if the address cannot be used.
+    owner: its metrics, and whose loop /healthz asks. counted: the other metrics. pages: others, by
+    path. Raises StartError on entry if the address cannot be used.
     """
 
     def health(_: object, start: Any) -> Iterable[bytes]:
-        owner.collect()
+        read_on(owner.post, lambda: None)  # a reading may change what the next one gives
         return plain_text(start, "200 OK", "ok")
 
     disable_created_metrics()  # type: ignore[no-untyped-call]

@@ -150,6 +150,18 @@ def test_a_loop_that_does_not_turn_is_not_healthy(monkeypatch: pytest.MonkeyPatc
             assert (code, text) == (503, "the loop has not turned for 0.01 s\n")
 
 
+def test_a_probe_reads_no_values() -> None:
+    read: list[int] = []
+
+    owner = OwnerCollector(lambda action: action(), lambda: read.append(1) or [])
+    with serve_metrics(("127.0.0.1", 0), owner, Metrics().registry) as port:
+        before = len(read)
+        assert get(port, "/healthz") == (200, "ok\n")
+        assert len(read) == before
+        get(port, "/metrics")
+        assert len(read) == before + 1
+
+
 def test_ipv6_and_an_address_in_use() -> None:
     with serve("::1") as port:
         assert "lmcache_redis_a 1.0" in get(port, "/metrics", "[::1]")[1]

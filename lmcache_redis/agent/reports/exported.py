@@ -54,7 +54,7 @@ _OF_TENANTS: Final = {
     ),
     "retrieved_bytes": ("retrieved_bytes", "bytes scattered into blocks of engines"),
     "gathered_bytes": ("gathered_bytes", "bytes gathered from blocks of engines"),
-    "dropped_chunks": ("dropped_chunks", "chunks not stored because of --tenant-bytes"),
+    "dropped_chunks": ("dropped_chunks", "chunks not written because of --tenant-bytes"),
     "stored_bytes": ("stored_bytes", "payload bytes written to Redis"),
 }  # fmt: skip
 _MOST_MISSES = 10

@@ -53,7 +53,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenant: Any = ""  # a bad one must not void the others
 
     @staticmethod
-    def of(request: Request, policy: CachePolicy) -> RequestOptions:
+    def of(request: Request, policy: CachePolicy, names: TenantNames) -> RequestOptions:
         """What is done for a request. Options that make no sense are logged and not followed."""
         params = request.kv_transfer_params
         given = params if isinstance(params, Mapping) else {}
@@ -73,22 +73,32 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             options,
             load=options.load and policy.loads and is_cached and not is_brought,
             store=options.store and policy.stores and is_cached,
-            tenant=_tenant(request, options.tenant),
+            # Nor must others void it: its limit would not hold.
+            tenant=names.of(request, found.get("tenant") if isinstance(found, Mapping) else None),
         )
 
 
-def _tenant(request: Request, name: Any) -> str:
-    """The tenant of a request that gives this name; empty: none."""
-    if tenants.is_name(name):
-        return str(name)
-    if name == "":
+class TenantNames:
+    """Whose requests they are. Bad names are ignored, and each kind of them is logged once."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def of(self, request: Request, name: Any) -> str:
+        """The tenant of a request that gives this name (None: no name); empty: nobody."""
+        if name is not None and name != "":
+            fault = tenants.fault_of(name)
+            if not fault:
+                return str(name)
+            if fault not in self._logged:
+                self._logged.add(fault)
+                logger.warning(
+                    "request %s: the tenant %.80r is ignored: %s; write at most %d printable "
+                    "characters, without commas and without blanks at the ends, not `none`, "
+                    "`other` or `*`, and no # first (others like it are not logged)",
+                    request.request_id, name, fault, tenants.MOST_LETTERS,
+                )  # fmt: skip
         return tenants.of_salt(needs.CACHE_SALT.of(request) or "")
-    logger.warning(
-        "request %s has no tenant: %.80r is not a name: write at most %d printable characters, "
-        "not `none`, `other` or `*`, and no # first",
-        request.request_id, name, tenants.MOST_LETTERS,
-    )  # fmt: skip
-    return ""
 
 
 @dataclass(slots=True)

@@ -38,6 +38,7 @@ from lmcache_redis.integrations.vllm.requests import (
     CachePolicy,
     RequestNames,
     RequestOptions,
+    TenantNames,
     Tracked,
 )
 from lmcache_redis.integrations.vllm.steps import Step, StepsInFlight
@@ -78,6 +79,7 @@ class ConnectorScheduler:
         self._is_idle = False  # the last step ran no model
         self._steps = StepsInFlight()
         self._has_hit = False
+        self._tenants = TenantNames()
         if announcer is not None:
             announcer.begin_epoch(names.epochs.current)
 
@@ -348,7 +350,7 @@ class ConnectorScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             self._names.epochs.is_used = True
-            options = RequestOptions.of(request, self._policy)
+            options = RequestOptions.of(request, self._policy, self._tenants)
             prefix = self._names.prefix(request)
             tracked = Tracked(request, prefix, options, self._policy.hash_tokens)
             self._tracked[request.request_id] = tracked
