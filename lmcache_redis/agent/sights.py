@@ -1,12 +1,12 @@
 """How many requests have named a chunk, for `--store-after N`: it is written once N have.
 
-A request names a chunk in its lookup or, where that went to another agent, in its stores; several
-times count once, also after another request, for the latest 65,536 chunks that requests have named.
-Whoever names a chunk needs all chunks before it, so these have been seen as
+A request names a chunk in its lookup or, where that went to another agent, in its stores. Several
+times count once, also if other requests take turns with it: so the latest 65,536 names are kept by
+request (up to 7 MiB). Whoever names a chunk needs all chunks before it, so these have been seen as
 often, also if they were forgotten here. What vLLM's own cache serves whole is not looked up, so it
 is not seen.
 
-The memory is a fixed table: 2**19 buckets of two chunks, 8 MiB. In a full bucket the chunk seen
+The memory of chunks is a fixed table: 2**19 buckets of two, 8 MiB. In a full bucket the chunk seen
 last takes the place of the one not seen for longer, so about a million chunks are known, the
 latest. Of a chunk 45 bits are kept, beside the 19 of its bucket: one in 2**44 chunks is taken for
 another.
