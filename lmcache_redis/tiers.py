@@ -145,7 +145,8 @@ class ChunkIO:
     key: the chunk key, without a stripe index. frame: the frame of its stripes. slots: one
     contiguous memoryview for each stripe, of exactly its payload's size, writable for a read; they
     belong to the tier from the call until `done`. deadline: `time.monotonic()` seconds. tag: for
-    the caller's use. Compared and hashed by identity.
+    the caller's use. is_asked_for: a load is a use of the chunk, so its TTL may start again.
+    Compared and hashed by identity.
     """
 
     key: bytes
@@ -153,6 +154,7 @@ class ChunkIO:
     slots: Sequence[memoryview]
     deadline: float
     tag: object = None
+    is_asked_for: bool = True
 
     def check(self, writable: bool) -> None:
         """Raises ValueError unless there is one slot of the right size for every stripe."""

@@ -32,9 +32,6 @@ from lmcache_redis.errors import DeviceError, GpuLost
 
 logger = logging.getLogger(__name__)
 
-# The step after a store produces the request's first token. If the engine computes on the agent's
-# cores, writes to the tiers start after that step.
-_FIRST_TOKEN_FIRST_S = 0.1
 # A piece of a retrieve that is loaded while another is copied, and room for other requests.
 _PIECES_IN_THE_POOL = 4
 
@@ -299,8 +296,7 @@ class StoreJob(CopyJob):
     def _write_behind(self, entry: Entry) -> None:
         if self._holds_back(entry):
             return
-        delay_s = _FIRST_TOKEN_FIRST_S if self._registration.device.on_host_cores else 0.0
-        self._cache.write_behind(entry, delay_s)
+        self._cache.write_behind(entry, self._registration.write_delay_s)
         if entry.is_over_limit and (why := self._agent.peers.tenants.why_not(entry.tenant)):
             self._reasons.add(why)
 

@@ -145,9 +145,12 @@ class LookupJob:
         lookup.start()
         if (sights := self._agent.sessions.sights) is not None:
             named, model_name = (*question.before, *hashes), self._peer.hello.model_name
-            self._write_behind(forms, sights.see(session.key, model_name, named))
+            delay_s = max(each.write_delay_s for each in ranks)
+            self._write_behind(forms, sights.see(session.key, model_name, named), delay_s)
 
-    def _write_behind(self, forms: Sequence[ChunkForm], hashes: Sequence[bytes]) -> None:
+    def _write_behind(
+        self, forms: Sequence[ChunkForm], hashes: Sequence[bytes], delay_s: float
+    ) -> None:
         """Those in the host pool that were held back, because too few requests had named them."""
         pool, tenants = self._agent.cache.pool, self._agent.peers.tenants
         for key in (form.key(each) for each in hashes for form in forms):
@@ -155,7 +158,7 @@ class LookupJob:
             if entry is not None and entry.is_held_back:
                 entry.is_held_back = False
                 entry.tenant = tenants.payer(entry.tenant, self._tenant)
-                self._agent.cache.write_behind(entry)
+                self._agent.cache.write_behind(entry, delay_s)
 
     def _elsewhere(self, ranks: Sequence[Registration]) -> list[PartNames]:
         here = {registration.worker_id for registration in ranks}

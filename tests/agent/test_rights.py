@@ -68,7 +68,8 @@ def test_agents_send_what_is_listed(
     if Use.TENANTS in uses:
         monkeypatch.setenv("LMCACHE_REDIS_TENANT_BYTES", "team=1GiB,*=1GiB")
     if warms := Use.WARM in uses:
-        monkeypatch.setenv("LMCACHE_REDIS_WARM_BYTES", "1GiB")
+        # One of two chunks: the other one is loaded for a request.
+        monkeypatch.setenv("LMCACHE_REDIS_WARM_BYTES", "100KiB")
     url += "/3" if Use.DATABASE in uses else ""
     server.command("CONFIG", "RESETSTAT")
     with AgentServer(tmp_path / "agent", url) as agent, Engine(agent.endpoint) as engine:

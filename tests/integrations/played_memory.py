@@ -31,6 +31,7 @@ class Agent:
         self._chunk_tokens = chunk_tokens
         self._answers: dict[str, int] = {}
         self.canary_every = 0
+        self.names_before = False
         self.compare_only = False
         self.cleared: list[bytes] = []
 
