@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes as ``/proc`` (Linux) shows them, how to end one, and the limits of this one.
 
 A process is identified by its id and its start time, because the kernel reuses ids. A process in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one declaration of a setting gives.
 
 A setting is a field of a dataclass, made by `setting`. Its option, its environment variable, its

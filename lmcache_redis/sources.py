@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where settings come from: the option precedes the variable, that the file, that the default."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose request it is: the name of its tenant, as engines send it and as agents show it.
 
 A request names its tenant, or has one by its ``cache_salt``, or has none. The tenant is no part of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract between the cache and a tier behind the host pool (a disk, Redis).
 
 A job is the transfer of one chunk, a `ChunkIO`: the chunk key, the frame (size, stripe size,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ages, sizes and names, as people read them. `settings` has sizes as they are typed."""
 
 from __future__ import annotations

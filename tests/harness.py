@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An agent process, and an engine without a model: real clients over real shared memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The version wherever it stands, and a release of it in a copy: see scripts/release."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The subjects of commits: `component: imperative`, at most 72 characters. `scripts/check` runs it.
 
 CONTRIBUTING.md has the rule. Read are the commits since one, without merges and reverts, as far as

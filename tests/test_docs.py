@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documents name what exists: links, headings, options, files, modules and counters.
 
 Lists have tests beside what they describe: the settings (`test_config`), LMCache's names

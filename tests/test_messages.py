@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every message survives encoding and decoding; all other bytes are refused."""
 
 from __future__ import annotations

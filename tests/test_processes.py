@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Running, stopped, ended and reused process ids, told apart by /proc."""
 
 from __future__ import annotations

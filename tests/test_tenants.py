@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names of tenants: what a salt becomes, and what it does not tell."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wheel that is built here: what is in it, and that it runs where no compiler is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys, layouts, sizes and ages as text. Pure."""
 
 from __future__ import annotations

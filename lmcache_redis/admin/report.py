@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reports of the admin tools, as JSON and as lines of text.
 
 Names come from keys that any client may have written: control characters are escaped.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a user may send the commands that agents send: each is tried, as the agent would.
 
 Servers are found as agents find them: on Sentinels redis-py needs more rights for that. What is

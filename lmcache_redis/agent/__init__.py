@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent: one process per node between the engines' memory and Redis.
 
 `service` runs the loop: one thread that makes every decision, owns the cache and the sessions, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs that copy chunks between an engine's blocks and the host pool: stores and retrieves.
 
 A job is split into device calls of one or more chunks. Every chunk of a job ends exactly once, even

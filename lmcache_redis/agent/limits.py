@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--tenant-bytes`: how much of Redis each tenant may have written, in an account of all agents.
 
     lmcr1:tenant:DIGEST:BUCKET     bytes that the tenant has written in an eighth of the TTL

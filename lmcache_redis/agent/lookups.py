@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lookups: which leading chunks of a prompt are cached, for every rank of the scheduler's engine.
 
     waiting for workers that register ──all ranks──▶ looking up ──▶ answered

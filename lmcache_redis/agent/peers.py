@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whom the agent serves: its peers, the memory that workers have registered, and their trust.
 
 There is one peer for each connection. It is forgotten when it sends GOODBYE, when its process has

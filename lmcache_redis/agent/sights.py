@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many requests have named a chunk, for `--store-after N`: it is written once N have.
 
 A request names a chunk in its lookup or, where that went to another agent, in its stores. Several

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What models and tenants have asked of an agent and got. Owned by the loop thread.
 
 At most `MOST_KEPT` tenants are kept. When another one comes, the half that has asked least is added

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cache of chunks: host pool, loads in flight, tiers and their queues; on the owner's thread."""
 
 from __future__ import annotations

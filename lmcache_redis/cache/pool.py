@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host pool: which chunk holds which memory, in units of the memory, such as slots.
 
 Owned by the cache's owner thread. Copies and sockets use memoryviews that the owner handed them,

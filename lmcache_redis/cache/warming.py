@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--warm-bytes`: a new host pool is filled with the chunks that Redis uses most, behind all else.
 
 When workers of an engine are registered, it is known how their chunks are named and how large they

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write-behind: chunks of the host pool are written to a tier in the background.
 
 Each tier has one queue, bounded in bytes and by what the tier can write before the deadlines of

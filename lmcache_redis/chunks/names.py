@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The name of a chunk, and the form of its parts: the same in Redis and on disk, for everyone.
 
     user prefix | b"lmcr1:" | namespace (16) | ObjectKey (`keys`)

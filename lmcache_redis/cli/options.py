@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command-line options: those made from the settings of a config, and those that commands share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`status`: an agent in about ten lines. What is printed is pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`top`: an agent's status in a terminal, refreshed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`why`: why a request missed, and why two engines do not share. What is printed is pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of command-line tools to an agent: ping, status, trust, and why requests missed."""
 
 from __future__ import annotations

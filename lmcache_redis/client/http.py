@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Questions of command-line tools to an agent at its `--metrics` address, from anywhere."""
 
 from __future__ import annotations

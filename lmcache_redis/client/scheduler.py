@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduler's client: asks how many leading tokens of a prompt are cached.
 
 And beside it, what it needs to know of an engine: where its workers are registered (`Ranks`), which

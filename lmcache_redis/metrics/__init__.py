@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every counter and histogram of an agent, declared once.
 
 `Metrics` makes them with prometheus_client, a set for each cache. Code and STATUS know each by a

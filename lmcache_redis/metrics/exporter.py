@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`/metrics` for Prometheus, `/healthz` for probes, and pages of an agent: a small HTTP server.
 
 It runs on threads of its own, and serves what `Metrics` has counted and what is read on the loop of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a plan shows: the columns of its rows, what follows from them, and an HTML page.
 
 The page has plots as inline SVG. It loads nothing.

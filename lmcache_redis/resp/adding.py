@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers in Redis that several agents add to, as steps of a control connection (`control`)."""
 
 from __future__ import annotations

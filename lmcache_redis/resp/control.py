@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The control connection of a server: questions about keys, as generators of steps.
 
 A step yields what to send, is resumed with the connection that receives the replies, and the last

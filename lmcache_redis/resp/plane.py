@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Redis data plane: chunks between slots and Redis; every call is answered.
 
 Each data server is a `DataNode` with threads and connections of its own: readers, writers, one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which keys a server uses most, for agents with `--warm-bytes`.
 
 A SCAN finds the keys, and OBJECT says how often each is used under an LFU policy, else since when

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whom to ask where the data is, and whom to believe. Pure: no clock, no network.
 
 Sources are Sentinels, or nodes of a cluster. A round asks one after another until it is settled. As

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks in flight: what their stripes are sent as, and what follows from the end of each.
 
 **From Redis into slots.** Stripes are taken from one queue in chunk order, so that the stripes of a

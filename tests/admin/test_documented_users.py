@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The users of docs/guides/redis.md may do what the tools do: servers note what they deny."""
 
 from __future__ import annotations

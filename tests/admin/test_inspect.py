@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is said about a key and about the cache, and that nothing changes by asking."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which chunks are found, what their stripes are, and that looking changes nothing."""
 
 from __future__ import annotations

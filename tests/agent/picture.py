@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Takes docs/images: the page and `top` of an agent, after minutes of a small load.
 
 python -m tests.agent.picture [MINUTES]

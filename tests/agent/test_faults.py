@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers and agents that are killed, stopped, full or faulty: misses in time, and recovery."""
 
 from __future__ import annotations

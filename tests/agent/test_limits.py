@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of Redis a tenant may have written: two agents share its account, and time frees it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page at `/` of `--metrics`: of documents, and of a real agent in a real browser."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Redis that is up and of no use: every face of the agent says why, and stops when it works."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The list of commands that agents send, held against what they send and what the page says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--store-after N`: chunks are written to the tiers once N requests have named them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tenants have asked for: bounded, and counters that never fall."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--warm-bytes` with real servers: what a new agent's host pool is filled with."""
 
 from __future__ import annotations

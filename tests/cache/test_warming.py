@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Filling a host pool before anybody asks: what comes first, what is given up, where it ends."""
 
 from __future__ import annotations

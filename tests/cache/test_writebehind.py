@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write-behind: when chunks are written to a tier, and what is pinned meanwhile."""
 
 from __future__ import annotations

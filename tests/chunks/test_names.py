@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names of chunks: which keys are ours, which parts a prefix needs, what cannot be named."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--url`: tools that ask an agent over HTTP say what they say over its socket."""
 
 from __future__ import annotations

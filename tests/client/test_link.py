@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a link sends, to a socket that stands in for an agent's."""
 
 from __future__ import annotations

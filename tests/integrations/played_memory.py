@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contents of a played engine's blocks, and of the played agent's parts.
 
 The KV of a token is a digest of the tokens up to it, and a state is the digest of all tokens before

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's engine core over a played model: pauses, resets, updates of weights, snapshots.
 
 The core's methods and the scheduler are vLLM's own.

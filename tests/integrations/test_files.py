@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lies on disk names an engine's memory only if it lay there when vLLM read it."""
 
 from __future__ import annotations

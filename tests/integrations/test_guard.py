@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors of the connector: the cache is turned off, and vLLM gets every answer it waits for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of the KV cache that an engine asks for, as vLLM itself takes the wish."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is needed of vLLM's insides is in one table, and vLLM's log names what is missing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine measures of its steps, and what a request may ask for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's resets with steps in flight. test_asynchronous.py has them with a real engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connector in the scheduler, step by step, with scripted answers of the agent.
 
 The whole of it runs against a real agent and a real vLLM in test_vllm.py; here are the cases

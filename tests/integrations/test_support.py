@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is not supported is said at start, in one sentence."""
 
 from __future__ import annotations

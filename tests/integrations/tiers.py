@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's scheduler, connector, tiers, region and layouts around KV that a test fills.
 
 No model runs. The scheduler's connector makes the tier as in an engine. A test then calls vLLM's

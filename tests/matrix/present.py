@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which needs of vLLM's insides this vLLM has: run by ``test_needs.py`` with every version."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each version of vLLM has what the table of needs says that it has, and nothing since earlier."""
 
 from __future__ import annotations

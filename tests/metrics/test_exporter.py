@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The HTTP server of /metrics: what it serves, and that its clients cost little."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers that several agents add to: on one server, in a cluster, and where a user may not."""
 
 from __future__ import annotations

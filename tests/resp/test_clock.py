@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wall clock may jump: it is written into values, for people, and decides nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whom to ask and whom to believe, over random histories."""
 
 from __future__ import annotations

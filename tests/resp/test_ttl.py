@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks that expire, counted from the store or from the last load; and RESP3."""
 
 from __future__ import annotations

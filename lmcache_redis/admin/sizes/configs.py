@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the config.json of a model by what `vllm serve` takes. Nothing is downloaded.
 
 That is a directory, or the name of a repository, whose files lie in the cache of huggingface_hub

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an agent exposes over HTTP beside its counters: values of its status, pages and documents.
 
 `/status.json` and `/why.json` are what the agent answers to STATUS, WHY and LAYOUTS. Ids of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page at `/` of `--metrics`: one look at an agent, in HTML. Pure.
 
 It needs no script: it is made anew at each request, and the browser asks again every few seconds.

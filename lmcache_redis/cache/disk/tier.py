@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The disk tier, a `tiers.Tier`: jobs on threads, and detection of a disk that hangs.
 
 Two threads read, remove and clear, in the order of the jobs; one thread at a low priority writes.

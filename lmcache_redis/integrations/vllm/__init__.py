@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's connector: ``--kv-transfer-config '{"kv_connector":"LMCacheRedisConnector", ...}'``.
 
 vLLM calls ``register`` in each of its processes, through the entry point group

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``LMCacheRedisConnector``: vLLM's ``KVConnectorBase_V1`` for both roles.
 
 No error of the cache reaches the engine: what is not cached is computed. Every entry point is

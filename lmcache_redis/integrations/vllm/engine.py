@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happens to vLLM's engine, and its interface does not tell.
 
 The engine is the one that is being made (`making`). These methods are wrapped; they run in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lookups of prefixes, for the connector in vLLM's scheduler: what can be loaded of a prompt."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine that vLLM makes in this process: seen as it is made, because no interface names it.
 
 The engine core makes an executor, whose workers read the model and register their KV cache, and

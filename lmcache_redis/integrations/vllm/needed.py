@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A need of vLLM's insides: what it is, and whether a vLLM has it. `needs` lists them all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lmcache_redis needs of vLLM's insides: all that no interface promises, in one place.
 
 A row has the name, the first version that has it (``>=0.30``) or the first without it (``<0.31``)

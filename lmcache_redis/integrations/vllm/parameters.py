@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of the parameters that a worker computes with, read from its memory.
 
 A trainer in the engine's own process writes weights without any call that a connector could see

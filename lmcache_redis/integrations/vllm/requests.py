@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the scheduler knows of requests: their options, names and lookups."""
 
 from __future__ import annotations

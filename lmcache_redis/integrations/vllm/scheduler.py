@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connector in vLLM's scheduler: decides in each step what to look up, load and store.
 
 vLLM calls, for one request:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a connector is made of, from the settings of its engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which engines can be cached, decided at startup by their settings and the kinds of their layers.
 
 A reason against it is one sentence. vLLM versions differ in the settings that they have, hence the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What decides the bytes of a chunk, besides the tokens that its key covers.
 
 A key of vLLM's is a block hash and the number of a KV cache group. The rest is the namespace: the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``RedisTierManager``: vLLM's ``SecondaryTierManager`` over a `RegionStore`.
 
 vLLM calls it in the scheduler's process, on one thread at a time, between and during steps; no call

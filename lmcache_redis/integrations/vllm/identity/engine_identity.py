@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything besides its layout that decides the bytes of a vLLM engine's KV cache.
 
 Block hashes cover tokens, multimodal content and ``cache_salt``. The identity covers everything

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files are named by what vLLM has read of them.
 
 vLLM reads a model when an engine starts, and the identity is made minutes later. What lies there by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The identity of a request's LoRA adapter: a digest of its files (docs/internals/identity.md).
 
 vLLM's block hashes identify an adapter by name and path only. A worker reads its files when it is

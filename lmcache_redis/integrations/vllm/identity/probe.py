@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A digest of how an engine packs K and V into its KV cache.
 
 Engines with equal shapes, strides and names may pack differently: vLLM's CPU backend depends on

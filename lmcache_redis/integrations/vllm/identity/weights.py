@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The identity of an engine's weights: a digest of their files, or a name from the operator.
 
 Without either nothing is cached: two models with the same keys would read each other's KV. Files

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV events: vLLM publishes to routers which chunks can be loaded, with its own block hashes.
 
 Source: ``vllm/distributed/kv_events.py`` and ``KVConnectorBase_V1.take_events``. vLLM takes the

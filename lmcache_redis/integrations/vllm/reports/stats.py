@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connector's metrics and spans beside vLLM's own, and the hooks by which vLLM asks for them.
 
 ``ConnectorStats.data`` has a mapping for each family: from the value of its label ("" if it has
