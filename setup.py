@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native extension and the GPU kernels. Everything else is in pyproject.toml.
 
 Both are optional. Without a C compiler, or on another system than Linux, the package is installed

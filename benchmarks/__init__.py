@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks: the source of every claim about speed. Every result names its machine.
 
     scripts/bench data-plane    plane/      chunks to and from Redis, beside other clients

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`scripts/bench`: measures this machine and prints tables.
 
 Each benchmark can write its rows as JSON (machine included) with --json FILE.

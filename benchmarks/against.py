@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`scripts/bench against`: this checkout beside another commit, in turns: what became slower?
 
 One slow round is the machine, so only a figure that is slower in each round counts.

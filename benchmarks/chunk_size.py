@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time to first token by the chunk size, for models with little and with much KV a token.
 
 Larger chunks are fewer: a load has less to account for. But a prompt shares only whole chunks with

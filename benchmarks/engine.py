@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine without a model, registered with an agent: for `lookups`, `recovery` and `gpu`.
 
 The paged KV cache is one allocation of random bytes, one layer per segment of a `Shape`. Stores

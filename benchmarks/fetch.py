@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds and downloads LMCache's wheel, with its C++ client and its server.
 
 `python benchmarks/fetch.py` downloads LMCache's wheel with pip, without its dependencies, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first requests that a new agent answers, by the rate of the link: beside computing alone.
 
 An agent that has just started knows neither its link nor its engine. Two engines of one small

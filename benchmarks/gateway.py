@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gateway beside LMCache's own server for its `lm://` protocol, with the same client.
 
     put         PUTs of all chunks, and an EXIST that is answered when all are received

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A network of its own for a server, behind a link whose rate is limited: for Linux, as root.
 
 Two virtual interfaces join this machine's network and a namespace; a token bucket on each end

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A minimal client of the `lm://` protocol, and many of them at once.
 
 `python -m benchmarks.lm_client PORT CLIENTS GETS BYTES KEYS`: each client is a thread with a

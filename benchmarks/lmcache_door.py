@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our L2 adapter beside LMCache's own two for Redis, in its interface, on the same server.
 
 Each round takes the adapters in turn, in another order: a first store, a lookup, a load. Objects

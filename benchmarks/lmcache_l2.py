@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMCache's L2 adapters, driven as its controllers do: submit, poll, take the result.
 
 They come from the wheel that `fetch` unpacks, or from an installed LMCache, by its own factory.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMCache's multiprocess mode with its Redis adapter, as a peer of an agent under a real vLLM.
 
 It runs from the wheel that `fetch` unpacks, or from an installed LMCache. Its settings are its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent alone: the round trip of a lookup, the agent's start, and its memory.
 
 lookup-pool   128 chunks, all in Redis and in the host pool: LOOKUP to LOOKUP_RESULT

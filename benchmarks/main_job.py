@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The main job with a real vLLM: time to first token cold, from the host pool, from Redis.
 
 The reference case is a prompt of 4,097 tokens on a model with 64 KiB of KV a token: 256 MiB. An

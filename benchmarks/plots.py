@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by the plots: panels, bars side by side, dashed lines, and the file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How soon requests continue after Redis or the agent stops, and hit after its return.
 
     redis-stopped   after SIGSTOP of Redis: until a lookup is answered

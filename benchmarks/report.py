@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by all benchmarks: statistics, tables, JSON, and the facts of the machine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that a benchmark starts and ends, on free loopback ports."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time to first token by the rate of the link to Redis: computed, always loaded, and adaptive.
 
 Three engines of one small model run side by side and answer in turn: one without a connector, one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`scripts/demo`: the main job on this machine, with nothing but the package and vLLM.
 
 weights.py    SmolLM2-135M-Instruct as a folder, or a small model with random weights (model.py)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`scripts/demo`: the options of the demo."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An agent in a process of its own, as a user runs one: for the demo, the benchmarks and tests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Python module in a process of its own: requests and answers are lines of JSON over a socket.
 
 Each request has one answer. The process ends when our end of the socket is closed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real Prometheus that scrapes agents, and the queries of the Grafana dashboard put to it.
 
 The dashboard and the alerts are files of the repository, in `deploy/`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One vLLM engine in a process of its own, driven step by step.
 
 The demo, the benchmarks and the tests start engines this way: each is as fresh as a restarted

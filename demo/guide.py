@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's long texts: guides to towns that do not exist, and a question about each.
 
 Generated, so that they are free, as long as one likes, and the same in every run.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Llama with random weights, generated here: nothing is downloaded.
 
 The weights spread widely (the logits of vLLM's ``load_format="dummy"`` are nearly flat), so that

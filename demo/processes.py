@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No process outlives the command that started it, or what it has started."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The results of the demo as tables, a plot and JSON."""
 
 from __future__ import annotations

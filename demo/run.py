@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo: questions about long texts, answered cold and warm. Between, only Redis keeps running.
 
 1. Engine one, a vLLM server, computes every text; the agent stores the KV in an embedded Redis.

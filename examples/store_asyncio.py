@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes by name from asyncio: `python examples/store_asyncio.py [redis://HOST:PORT]`."""
 
 import asyncio

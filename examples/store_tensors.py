@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors by name in Redis: `python examples/store_tensors.py [redis://HOST:PORT]`."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A KV cache for vLLM that lives in Redis or Valkey and outlives the process.
 
 The path of a chunk, from an engine to Redis and back into another engine:

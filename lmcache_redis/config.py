@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All settings: types, defaults, bounds and help texts, each declared once (`settings`).
 
 A config is built once and never changes.

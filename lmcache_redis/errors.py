@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The errors of the package, by the stage at which they occur.
 
 Third-party exceptions are translated into these once, where they arise. Code above that layer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`KVStore`: tensors and bytes by name in Redis or Valkey, for programs of your own.
 
     from lmcache_redis import KVStore

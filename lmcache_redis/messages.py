@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wire protocol between engines and the agent: message types and their specification.
 
 Transport

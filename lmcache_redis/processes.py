@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes as ``/proc`` (Linux) shows them, how to end one, and the limits of this one.
 
 A process is identified by its id and its start time, because the kernel reuses ids. A process in
@@ -39,9 +40,19 @@ def name_in_kernel(name: str) -> None:
 
     Python does so itself from 3.14 on.
     """
-    short = name.replace("lmcache-redis-", "lmcr-").encode()[:_KERNEL_NAME_BYTES]
     with contextlib.suppress(OSError):
-        Path("/proc/thread-self/comm").write_bytes(short)
+        Path("/proc/thread-self/comm").write_text(_kernel_name(name))
+
+
+def _kernel_name(name: str) -> str:
+    """lmcr-get-0, disk-write-3, scatter-regis-1: what tells threads apart stays."""
+    short = name.replace("lmcache-redis-", "lmcr-")
+    if len(short) > _KERNEL_NAME_BYTES:
+        short = short.removeprefix("lmcr-")
+    head, dash, number = short.rpartition("-")
+    if len(short) > _KERNEL_NAME_BYTES and number.isdigit():
+        short = head[: _KERNEL_NAME_BYTES - len(dash + number)] + dash + number
+    return short[:_KERNEL_NAME_BYTES]
 
 
 def process_start_time(pid: int) -> int | None:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks in memory that another cache owns, stored in Redis and loaded from it: what all doors do.
 
 A *door* (`integrations`) lets the cache of another host use Redis: LMCache's, SGLang's, vLLM's own.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one declaration of a setting gives.
 
 A setting is a field of a dataclass, made by `setting`. Its option, its environment variable, its
@@ -155,6 +156,8 @@ class Setting:
             found = {"type": ["string", "integer"], "pattern": f"^{_SIZE}$"}
         if self.choices:
             found = {"enum": list(self.choices)}
+        if self.repeatable:
+            found = {"type": ["string", "array"], "items": {"type": "string"}}
         if self.between is not None:
             found |= dict(zip(("minimum", "maximum"), self.between, strict=True))
         if self.reloadable:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where settings come from: the option precedes the variable, that the file, that the default."""
 
 from __future__ import annotations
@@ -95,7 +96,10 @@ def _file(path: str, known: Mapping[str, Setting]) -> Iterator[tuple[str, Any, s
         if option in seen:
             raise ConfigError(f"{where}: {option} is set twice")
         seen.add(option)
-        yield options[option], value, f"{where}: {option}"
+        name = options[option]
+        if known[name].repeatable and isinstance(value, list):
+            value = ",".join(map(str, value))  # as TOML has several
+        yield name, value, f"{where}: {option}"
 
 
 def _lines(text: str, path: str) -> Iterator[tuple[str, str, str]]:
@@ -122,7 +126,7 @@ def _toml(text: str, path: str) -> Iterator[tuple[str, Any, str]]:
     """Option, value and line. A size is text or a number of bytes."""
     try:
         found = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"--config {path} is no TOML: {error}") from None
     lines = [line.partition("=")[0].strip(" \t\"'[]") for line in text.splitlines()]
     for option, value in found.items():

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Notifications to the service manager that has started this process: systemd, with Type=notify.
 
 One datagram each, on the socket that NOTIFY_SOCKET names; without it nothing is sent.

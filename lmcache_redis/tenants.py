@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose request it is: the name of its tenant, as engines send it and as agents show it.
 
 A request names its tenant, or has one by its ``cache_salt``, or has none. The tenant is no part of
@@ -25,20 +26,35 @@ OTHER: Final = "other"  # those that have no row of their own
 EVERY: Final = "*"  # a limit for each that has no other
 _OF_A_SALT: Final = "#"
 _RESERVED: Final = frozenset({"", NONE, OTHER, EVERY})
+_ODD: Final = r"\x00-\x1f\x7f\ud800-\udfff,"
+_FORM: Final = re.compile(f"(?! )[^{_ODD}{_OF_A_SALT}][^{_ODD}]{{0,{MOST_LETTERS - 1}}}(?<! )")
 _DIGEST: Final = re.compile(f"{_OF_A_SALT}[0-9a-f]{{32}}")
 
 
-def is_name(text: Any) -> bool:
-    """Whether a request may name its tenant so."""
-    return (
-        isinstance(text, str)
-        and len(text) <= MOST_LETTERS
-        and text.isprintable()
-        and text == text.strip()
-        and "," not in text
-        and not text.startswith(_OF_A_SALT)
-        and text not in _RESERVED
-    )
+def fault_of(name: Any) -> str:
+    """Why a request may not name its tenant so; empty if it may."""
+    if not isinstance(name, str):
+        return "it is no string"
+    if name in _RESERVED:
+        return "it is reserved"
+    if name.startswith(_OF_A_SALT):
+        return f"it begins with {_OF_A_SALT}"
+    if "," in name:
+        return "it has a comma"
+    if name != name.strip(" "):
+        return "it has a blank at an end"
+    if len(name) > MOST_LETTERS:
+        return "it is too long"
+    return "" if name.isprintable() else "it has characters that are not printable"
+
+
+def is_name(name: Any) -> bool:
+    return not fault_of(name)
+
+
+def _has_form(text: str) -> bool:
+    """True of each name. What is printable is left to engines: another Python may know more."""
+    return text not in _RESERVED and _FORM.fullmatch(text) is not None
 
 
 def parse_limits(text: str, option: str = "--tenant-bytes") -> dict[str, int]:
@@ -46,7 +62,7 @@ def parse_limits(text: str, option: str = "--tenant-bytes") -> dict[str, int]:
     limits: dict[str, int] = {}
     for each in text.split(","):
         name, equals, size = each.strip().rpartition("=")
-        if not equals or not (name == EVERY or is_name(name)):
+        if not equals or not (name == EVERY or _has_form(name)):
             raise ConfigError(
                 f"{option}: {each.strip()!r} is no limit: write NAME=SIZE, or *=SIZE for each "
                 "other tenant"
@@ -67,7 +83,7 @@ def of_salt(salt: str) -> str:
 
 def is_sent(tenant: str) -> bool:
     """Whether an engine sends such: nothing, a name, or the digest of a salt."""
-    return not tenant or is_name(tenant) or _DIGEST.fullmatch(tenant) is not None
+    return not tenant or _has_form(tenant) or _DIGEST.fullmatch(tenant) is not None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tiers are called: in labels, JSON, messages, sentences and counters.
 
 Whatever counts, shows or tells of tiers takes their names from here, so that another kind is one

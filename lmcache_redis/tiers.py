@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract between the cache and a tier behind the host pool (a disk, Redis).
 
 A job is the transfer of one chunk, a `ChunkIO`: the chunk key, the frame (size, stripe size,
@@ -130,11 +131,13 @@ class KeysResult(NamedTuple):
 class NumbersResult(NamedTuple):
     """numbers: under each key in order, 0 where there is none; None: not known. Empty unless DONE.
 
-    Of a key with an amount: None: the amount may not have been added.
+    An amount was added if the number of its key is known, and was not if the key is ``refused``: a
+    server does not take it now. Otherwise nobody knows, whatever the outcome.
     """
 
     outcome: CallOutcome
     numbers: Sequence[int | None] = ()
+    refused: Sequence[bool] = ()
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -144,7 +147,8 @@ class ChunkIO:
     key: the chunk key, without a stripe index. frame: the frame of its stripes. slots: one
     contiguous memoryview for each stripe, of exactly its payload's size, writable for a read; they
     belong to the tier from the call until `done`. deadline: `time.monotonic()` seconds. tag: for
-    the caller's use. Compared and hashed by identity.
+    the caller's use. is_asked_for: a load is a use of the chunk, so its TTL may start again.
+    Compared and hashed by identity.
     """
 
     key: bytes
@@ -152,6 +156,7 @@ class ChunkIO:
     slots: Sequence[memoryview]
     deadline: float
     tag: object = None
+    is_asked_for: bool = True
 
     def check(self, writable: bool) -> None:
         """Raises ValueError unless there is one slot of the right size for every stripe."""
@@ -410,11 +415,11 @@ class Account(Protocol):
     def admits(self, tenant: str) -> bool:
         """Whether chunks of the tenant are written. Cheap: called for every chunk."""
 
-    def dropped(self, tenant: str, chunks: int) -> None:
-        """So many are not, because it does not."""
+    def dropped(self, tenant: str) -> None:
+        """A chunk of a tenant that is not admitted is not written. Told once for each chunk."""
 
     def stored(self, tenant: str, nbytes: int) -> None:
-        """A chunk of so many bytes was written, which the tier did not have."""
+        """A chunk that the tier did not have was written; nbytes: its size."""
 
 
 @dataclass(frozen=True, slots=True)

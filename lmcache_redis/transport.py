@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages as frames, and the ZeroMQ sockets that carry them: a DEALER of an engine, the ROUTER.
 
 While file descriptors are short, the ROUTER serves only those who are connected (`Admission`).

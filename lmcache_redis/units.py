@@ -1,6 +1,9 @@
-"""Ages and sizes, as people read them. `settings` has sizes as they are typed."""
+# SPDX-License-Identifier: Apache-2.0
+"""Ages, sizes and names, as people read them. `settings` has sizes as they are typed."""
 
 from __future__ import annotations
+
+from typing import Any
 
 
 def shown_age(seconds: float) -> str:
@@ -26,3 +29,19 @@ def shown_bytes(size_bytes: float) -> str:
 def gigabytes(size_bytes: float) -> str:
     """Decimal gigabytes, as networks count: 1.05 GB."""
     return f"{size_bytes / 1e9:.2f} GB"
+
+
+def printable(text: str) -> str:
+    """The text with control characters escaped: a terminal does what others write."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable_document(found: Any) -> Any:
+    """A JSON document with every text `printable`."""
+    if isinstance(found, str):
+        return found if found.isprintable() else printable(found)
+    if isinstance(found, dict):
+        return {printable(str(name)): printable_document(each) for name, each in found.items()}
+    if isinstance(found, list):
+        return [printable_document(each) for each in found]
+    return found

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of what a small environment lacks (`scripts/setup --small`) are skipped, with the reason.
 
 Hooks, which `conftest` takes in. Elsewhere all of it is there, and they change nothing: an import

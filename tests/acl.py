@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The users of docs/guides/redis.md, as the page writes them."""
 
 from __future__ import annotations

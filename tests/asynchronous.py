@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asynchronous scheduling on a CPU, as vLLM runs it on GPUs.
 
 vLLM decides whether steps overlap, and then switches that off on CPUs. Here its decision stays:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real browser without a window: Chromium, where it is installed."""
 
 from __future__ import annotations

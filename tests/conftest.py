@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layers of tests, and what applies to all of them.
 
     unit      no other process: what `pytest` runs by default

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which files a store and a hit cross, and which of them call each other, both ways.
 
     .venv/bin/python -m tests.crossings

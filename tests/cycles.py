@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What work leaves behind: reference cycles, which only the garbage collector frees, and objects.
 
 An agent's collector runs rarely, so whatever is made often must be freed without it.

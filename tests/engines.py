@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines that start in seconds: forked from one process that has imported vLLM.
 
 A vLLM spends most of its start on imports, in each of its three processes (eight seconds of CPU

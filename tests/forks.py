@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes of `lmcache-redis` that are forked from one that has imported what they need.
 
 The imports take half a second of a core, and the tests start hundreds of agents. Each is a process

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An agent process, and an engine without a model: real clients over real shared memory."""
 
 from __future__ import annotations
@@ -165,13 +166,17 @@ class Engine:
                 engine_id=engine_id,
                 agent_dead_after_s=agent_dead_after_s,
             )
-            worker.register_groups(
-                [CacheGroup(caches, str(dtype).removeprefix("torch."), self.block_size_tokens)],
-                num_blocks=num_blocks,
-                identity={"rank": str(rank), **(identity or {})},
-            )
             self.workers.append(worker)
             self.caches.append(caches)
+            try:
+                worker.register_groups(
+                    [CacheGroup(caches, str(dtype).removeprefix("torch."), self.block_size_tokens)],
+                    num_blocks=num_blocks,
+                    identity={"rank": str(rank), **(identity or {})},
+                )
+            except BaseException:
+                self.close()  # its links would log into other tests
+                raise
         if wait:
             self.wait_ready()
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The version wherever it stands, and a release of it in a copy: see scripts/release."""
 
 from __future__ import annotations
@@ -101,9 +102,11 @@ def rehearse(version: str, copy: Path) -> Iterator[str]:
     set_version(copy, version)
     yield f"version {version}"
     as_nobody = ["git", "-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
+    for each in ("commit.gpgSign=false", "tag.gpgSign=false", "core.hooksPath=/dev/null"):
+        as_nobody += ["-c", each]
     run(copy, "git", "add", "--all")
     run(copy, *as_nobody, "commit", "--quiet", "--message", f"Release {version}")
-    run(copy, *as_nobody, "-c", "tag.gpgSign=false", "tag", f"v{version}")
+    run(copy, *as_nobody, "tag", f"v{version}")
     yield f"tag {run(copy, 'git', 'describe', '--tags').strip()}"
     build = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
     yield f"source {run(copy, sys.executable, '-c', build).splitlines()[-1]}"

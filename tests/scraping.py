@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading what `--metrics` serves, and the page of its families."""
 
 from __future__ import annotations

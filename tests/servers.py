@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A redis-server for tests, started in a directory of the test and ended with it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of docs/speed-up.md, computed from models, GPUs and networks.
 
 python -m tests.speed_up     writes it into the page

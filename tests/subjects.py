@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The subjects of commits: `component: imperative`, at most 72 characters. `scripts/check` runs it.
 
 CONTRIBUTING.md has the rule. Read are the commits since one, without merges and reverts, as far as
@@ -21,7 +22,8 @@ _SUBJECT = re.compile(rf"{_COMPONENT}(, {_COMPONENT})*( and {_COMPONENT})?: [^A-
 
 def fault(subject: str) -> str:
     """What is wrong with a subject; empty if nothing is."""
-    if subject.startswith('Revert "'):
+    # A clone of one commit has a merge without its parents.
+    if subject.startswith(('Revert "', "Merge ")):
         return ""
     if len(subject) > _MOST_LETTERS:
         return f"has {len(subject)} characters, at most {_MOST_LETTERS} are allowed"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a test of a small environment does without a library of the large one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings: what is accepted, what is refused, and what the sentence says."""
 
 from __future__ import annotations

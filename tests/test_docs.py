@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documents name what exists: links, headings, options, files, modules and counters.
 
 Lists have tests beside what they describe: the settings (`test_config`), LMCache's names
@@ -53,6 +54,16 @@ def page_id(path: Path) -> str:
 
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
+
+
+@each_page
+def test_tables_are_whole(page: Path) -> None:
+    """An empty line ends a table: what follows is a paragraph with bars."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        rows = table.splitlines()
+        assert len(rows) > 2
+        assert re.fullmatch(r"[|:\- ]+", rows[1]), rows[0]
 
 
 def blocks(text: str) -> str:

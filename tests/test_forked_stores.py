@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was made before a fork: the library's objects in a child process, and in its parent."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imports point one way, and what must never be imported is not. Read from the source alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`KVStore` and `AsyncKVStore` with real servers, and the examples as a reader runs them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Advice to the kernel changes no contents and reports refusal as a bool."""
 
 from __future__ import annotations

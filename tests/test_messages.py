@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every message survives encoding and decoding; all other bytes are refused."""
 
 from __future__ import annotations
@@ -5,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -200,3 +202,11 @@ def test_a_change_of_a_message_changes_the_version() -> None:
         "messages have changed: raise PROTOCOL_VERSION, and add its digest here; "
         "docs/guides/node.md says what an upgrade then means"
     )
+
+
+def test_the_page_names_the_version() -> None:
+    page = (Path(__file__).parent.parent / "docs/reference/protocol.md").read_text()
+    words = " ".join(page.split())
+    assert f"protocol version as u16, big-endian, now {m.PROTOCOL_VERSION})" in words
+    for failure in (m.VERSION_MISMATCH, m.UNKNOWN_PEER, m.BAD_MESSAGE, m.REFUSED, m.FAILED):
+        assert f"`{failure}`" in words

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native extension by itself: checksums, and what it does not take."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory on several NUMA nodes: parsing anywhere, system calls on this machine's nodes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Running, stopped, ended and reused process ids, told apart by /proc."""
 
 from __future__ import annotations
@@ -177,7 +178,13 @@ def test_open_files_are_limited_as_little_as_may_be(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "in_kernel"),
-    [("lmcr-get-0", "lmcr-get-0"), ("lmcache-redis-prefault-of-all", "lmcr-prefault-o")],
+    [
+        ("lmcr-get-0", "lmcr-get-0"),
+        ("lmcache-redis-link", "lmcr-link"),
+        ("lmcache-redis-disk-write-3", "disk-write-3"),
+        ("lmcache-redis-scatter-registering-11", "scatter-regi-11"),
+        ("lmcache-redis-prefault-of-all", "prefault-of-all"),
+    ],
 )
 def test_the_kernel_has_the_names_of_threads(name: str, in_kernel: str) -> None:
     names: list[str] = []

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The project around the package: what it promises in files that no other test reads."""
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ def test_owned_paths_exist() -> None:
         ("docs, cli: name the units of sizes", True),
         ("resp/net: end a call at its deadline", True),
         ('Revert "A lost GPU is no refused call"', True),
+        ("Merge 5c193cab into main", True),
         ("resp: ask another node after CLUSTERDOWN.", False),
         ("resp: Asks another node", False),
         ("Docs: name the units", False),
@@ -135,3 +137,20 @@ def test_an_agent_serves_without_torch(tmp_path: Path, monkeypatch: pytest.Monke
         maps = Path(f"/proc/{agent.process.pid}/maps").read_text()
     assert not tried.exists(), tried.read_text()
     assert "libtorch" not in maps
+
+
+def test_each_source_has_its_licence() -> None:
+    """As SPDX has it, which tools of others read: in the first lines."""
+    sources = [
+        path
+        for root in ("lmcache_redis", "tests", "benchmarks", "demo", "examples", "docs", "scripts")
+        for path in (ROOT / root).rglob("*")
+        if path.suffix in (".py", ".pyi", ".c", ".h") or path.parent == ROOT / "scripts"
+    ]
+    assert len(sources) > 500
+    assert not [
+        str(path)
+        for path in sources
+        if (text := path.read_text()).strip()
+        and "SPDX-License-Identifier: Apache-2.0" not in text[:120]
+    ]

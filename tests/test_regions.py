@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The core of the doors, over a real server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipe of a release in CONTRIBUTING.md, followed in a copy."""
 
 from __future__ import annotations

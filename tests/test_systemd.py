@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a service manager is told, on its own kind of socket, and the unit that it would start."""
 
 from __future__ import annotations

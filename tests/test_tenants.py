@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names of tenants: what a salt becomes, and what it does not tell."""
 
 from __future__ import annotations
@@ -31,6 +32,22 @@ def test_without_a_tenant() -> None:
     assert tenants.of_salt("") == ""
     assert tenants.shown("") == tenants.NONE
     assert tenants.is_sent("")
+
+
+@pytest.mark.parametrize("name", ["\u0378", "\U000e0fff", "a\u0378"])
+def test_agents_take_what_the_python_of_engines_may_know(name: str) -> None:
+    """Not assigned in this Unicode, perhaps in the next."""
+    assert not tenants.is_name(name)
+    assert tenants.is_sent(name)
+    assert tenants.parse_limits(f"{name}=1") == {name: 1}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["none", "other", "*", "#a", "#" + "0" * 33, " a", "a ", "a,b", "a\t", "\ud800", "0" * 65],
+)
+def test_what_no_engine_sends(name: str) -> None:
+    assert not tenants.is_sent(name)
 
 
 @pytest.mark.parametrize("name", ["a", "team a", "Käse=1", "0" * 64])

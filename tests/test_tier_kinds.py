@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of tiers and of what is counted of them. Others have dashboards of them."""
 
 from __future__ import annotations

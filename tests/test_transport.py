@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is already at the path of an agent's endpoint."""
 
 from __future__ import annotations

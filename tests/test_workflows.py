@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workflows of .github: each command is a script of the repository that has its options."""
 
 from __future__ import annotations

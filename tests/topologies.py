@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clusters and Sentinels for tests, on loopback, ended with the test."""
 
 from __future__ import annotations

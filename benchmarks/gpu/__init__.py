@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How close the GPU path comes to the hardware: four questions, each with its reference.
 
 1. `kernels`: gather and scatter, beside a device copy of the same bytes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How often the agent calls the driver to move a chunk, counted; and what a lock in it would cost.
 
     python -m benchmarks.gpu.counted

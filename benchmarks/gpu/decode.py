@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stores cost an engine that decodes: steps of matrix products, with and without stores.
 
 A step multiplies a small batch with weights that exceed the GPU's cache: like a decode step, it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gather and scatter: random blocks of a paged KV cache to staging, and back.
 
 The reference is a device copy of the same bytes, timed in the same round and in the same way.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package's kernels, launched by the driver on torch's memory and torch's current stream."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plot: each ratio as a bar, with its target as a line."""
 
 from __future__ import annotations

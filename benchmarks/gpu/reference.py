@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gathers and scatters page by page, with torch alone: what the kernels are checked against."""
 
 from __future__ import annotations

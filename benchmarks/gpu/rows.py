@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts and options; the figures, their references and targets."""
 
 from __future__ import annotations

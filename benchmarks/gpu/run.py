@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole run: the GPU, the four questions, the report."""
 
 from __future__ import annotations

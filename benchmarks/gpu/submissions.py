@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What calls to GPUs cost this process: time, and processor time under the interpreter lock.
 
 A thread for each GPU gathers and scatters, as an agent's copy threads do. Chunks have as many pages

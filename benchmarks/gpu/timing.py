@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The time of work on a GPU, without that of the Python that queues it.
 
 Kernels of a few microseconds are shorter than a launch from Python. They are captured into a CUDA

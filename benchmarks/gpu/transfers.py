@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """STORE and RETRIEVE through a real agent, beside plain copies between GPU and pinned memory.
 
 The time of a store runs until a lookup finds all of it in the host pool; that of a retrieve until

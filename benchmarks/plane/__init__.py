@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast chunks move between memory and Redis, with our client and with others.
 
 1. `run` starts a server, and for each client a process of its own (`process`), so that each has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is measured, and in which order.
 
 A turn is one client at one setting with values of one size, on a server emptied for it:

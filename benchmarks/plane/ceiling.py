@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upper bounds for every client: the same bytes over bare sockets to a sink and back, and memcpy.
 
 `python -m benchmarks.plane.ceiling` is the sink: it receives and sends bytes, the minimum work of a

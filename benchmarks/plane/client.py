@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data plane, used as an agent uses it: chunks together, a callback for each."""
 
 from __future__ import annotations

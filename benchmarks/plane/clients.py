@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our client and three peers. A peer stores each chunk as one value, as LMCache does."""
 
 from __future__ import annotations

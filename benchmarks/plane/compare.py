@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares our client at its default setting with each peer at its best, and with the targets."""
 
 from __future__ import annotations

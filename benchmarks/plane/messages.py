@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The requests to a `worker` and its answers (`demo.child`).
 
 One `Measured` answers each request. A worker whose client fails ends with a traceback on stderr.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The clients that are compared: their interface, their settings, and what they need."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plot: throughput by operation and size, scans, and CPU time."""
 
 from __future__ import annotations

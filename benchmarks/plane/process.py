@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark's side of a `worker`: requests, answers with a deadline, and the end."""
 
 from __future__ import annotations

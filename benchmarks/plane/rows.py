@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The results: one row of medians for each client, setting, operation and size."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole run: a server, a worker for each available client, the plan, the report."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server that all clients share: emptied and limited between measurements."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory that chunks are stored from and loaded into, and its check."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process of one client of the benchmark, at any of its settings.
 
 `python -m benchmarks.plane.worker CLIENT URL FD` answers the requests of `messages` that come

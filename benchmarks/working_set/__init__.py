@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A working set that does not fit into vLLM's own cache, asked about in rounds, all at once.
 
 Scenarios:

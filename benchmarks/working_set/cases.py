@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cases: what stands between the engine and Redis, and starting it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plot: time to first token, throughput, CPU time and what came from Redis, by case."""
 
 from __future__ import annotations

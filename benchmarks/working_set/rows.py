@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is measured of a case, and the row that it becomes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the cases, one after the other; the order is reversed in every second repetition."""
 
 from __future__ import annotations

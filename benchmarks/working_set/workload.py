@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prompts of a scenario, round by round."""
 
 from __future__ import annotations

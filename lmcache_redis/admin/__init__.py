@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tools for the operators of the Redis behind the cache: inspect, purge, doctor.
 
 server      redis-py's clients of the servers that a URL names, and a sentence for each error

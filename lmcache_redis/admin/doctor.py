@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Diagnoses the servers behind a cache: reads facts, measures, and applies the rules.
 
 Measured is as an agent moves stripes: a few values of the usual size, under keys that name no

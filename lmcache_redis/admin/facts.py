@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the facts of a server: INFO, and CONFIG GET. What is refused is None."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Explains one key, or summarises the cache by model and layout. Removes nothing."""
 
 from __future__ import annotations

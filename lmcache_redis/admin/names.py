@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys, layouts, sizes and ages as text. Pure."""
 
 from __future__ import annotations
@@ -99,11 +100,6 @@ def show_key(data: bytes) -> str:
     """A key as redis-cli prints it, quotes included; `read_key` is the inverse."""
     plain = (chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in data)
     return '"' + "".join(_SHOWN.get(b, p) for b, p in zip(data, plain, strict=True)) + '"'
-
-
-def printable(text: str) -> str:
-    """The text with control characters escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def read_layout(text: str) -> str:

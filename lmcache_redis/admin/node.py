@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the facts of this node and judges them: its agent, processes, memory, clock and GPUs.
 
 The driver is asked by this process, which sees what its container sees. No context is made.

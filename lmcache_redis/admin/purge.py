@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Removes chunks, selected by name and by age, at a bounded rate.
 
 The first pass selects. The second reads the header of each key just before it removes the key, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reports of the admin tools, as JSON and as lines of text.
 
 Names come from keys that any client may have written: control characters are escaped.
@@ -14,13 +15,13 @@ from typing import Any
 
 from lmcache_redis.admin.doctor import HERE, Diagnosis
 from lmcache_redis.admin.inspect import ChunkReport, LayoutSummary, Spread, Summary
-from lmcache_redis.admin.names import printable, show_key, table
+from lmcache_redis.admin.names import show_key, table
 from lmcache_redis.admin.node import NodeFacts
 from lmcache_redis.admin.purge import Plan, PurgeResult
 from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.stripes import Stripe, StripeState
 from lmcache_redis.resp.net.endpoint import Transport
-from lmcache_redis.units import shown_age, shown_bytes
+from lmcache_redis.units import printable, shown_age, shown_bytes
 
 _CLOCKS_DIFFER_S = 86_400
 

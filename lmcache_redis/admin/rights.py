@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a user may send the commands that agents send: each is tried, as the agent would.
 
 Servers are found as agents find them: on Sentinels redis-py needs more rights for that. What is
@@ -15,7 +16,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lmcache_redis.admin.names import printable
 from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Finding, advised
 from lmcache_redis.admin.server import CONNECT_TIMEOUT_S, OP_TIMEOUT_S
 from lmcache_redis.chunks.keys import KEY_MAGIC
@@ -37,6 +37,7 @@ from lmcache_redis.resp.net.connection import Connector
 from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.net.wire import ErrorReply, escape_pattern, pack_command
 from lmcache_redis.resp.options import Deployment, Topology, user_of, uses_of
+from lmcache_redis.units import printable
 
 _CLIENT_NAME = "lmcache-redis-doctor"
 _Values = Mapping[bytes | str | int, bytes | str | int]

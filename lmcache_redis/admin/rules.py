@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Judges the facts of a server: what to change, and why. Pure."""
 
 from __future__ import annotations

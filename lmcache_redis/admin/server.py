@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The servers that a URL names, asked with redis-py's clients for one server and for Sentinel.
 
 redis-py connects, authenticates, repeats what a lost connection took, and asks Sentinels for the

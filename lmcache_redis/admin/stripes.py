@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which chunks a server holds, by SCAN and key names, and what their stripes are, by headers.
 
 SCAN returns every key that exists from its start to its end at least once; keys that are added or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An agent: what it consists of, the document that answers STATUS, and one log line a minute."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Closing engines' memory, each on a thread of its own: the driver may never return from it.
 
 It was seen to hang for ever over the memory of a worker that had died (LMCache #4676). Nothing else

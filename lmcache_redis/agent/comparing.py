@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Canaries: chunks that an engine has computed are compared with the cached ones.
 
 A comparison gathers blocks as a store does, into slots of its own, and compares them with the parts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The threads that copy between an engine's blocks and slots.
 
 Each place (a GPU, or the CPU's memory) has its own threads, so GPUs are copied in parallel and do

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent's own Redis, for a node without a server.
 
 It listens on a unix socket in a private directory, keeps nothing on disk, evicts the least

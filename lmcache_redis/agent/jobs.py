@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs that copy chunks between an engine's blocks and the host pool: stores and retrieves.
 
 A job is split into device calls of one or more chunks. Every chunk of a job ends exactly once, even
@@ -32,9 +33,6 @@ from lmcache_redis.errors import DeviceError, GpuLost
 
 logger = logging.getLogger(__name__)
 
-# The step after a store produces the request's first token. If the engine computes on the agent's
-# cores, writes to the tiers start after that step.
-_FIRST_TOKEN_FIRST_S = 0.1
 # A piece of a retrieve that is loaded while another is copied, and room for other requests.
 _PIECES_IN_THE_POOL = 4
 
@@ -233,14 +231,9 @@ class StoreJob(CopyJob):
             self._cache.pool.touch_all((entry.key,))
             self._already += 1
             if entry.state is EntryState.READY:
-                if tenants.admits(entry.tenant):
-                    self._write_behind(entry)
+                entry.tenant = tenants.payer(entry.tenant, self._tenant)
+                self._write_behind(entry)
                 self._cache.pool.seen(None, (entry.key,))
-        if wanted and (why := tenants.why_not(self._tenant)):
-            self._cache.metrics.count("drop_quota", len(wanted))
-            tenants.dropped(self._tenant, len(wanted))
-            self._reasons.add(why)
-            wanted = []
         self._gather(wanted)
 
     def _gather(self, chunks: Sequence[int]) -> None:
@@ -304,8 +297,9 @@ class StoreJob(CopyJob):
     def _write_behind(self, entry: Entry) -> None:
         if self._holds_back(entry):
             return
-        delay_s = _FIRST_TOKEN_FIRST_S if self._registration.device.on_host_cores else 0.0
-        self._cache.write_behind(entry, delay_s)
+        self._cache.write_behind(entry, self._registration.write_delay_s)
+        if entry.is_over_limit and (why := self._agent.peers.tenants.why_not(entry.tenant)):
+            self._reasons.add(why)
 
     def _holds_back(self, entry: Entry) -> bool:
         sights, was_held_back = self._agent.sessions.sights, entry.is_held_back

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--tenant-bytes`: how much of Redis each tenant may have written, in an account of all agents.
 
     lmcr1:tenant:DIGEST:BUCKET     bytes that the tenant has written in an eighth of the TTL
@@ -8,9 +9,11 @@ bucket expires a TTL after its end, about when what was written in it does; with
 day.
 
 What Redis holds is not known exactly. A chunk that was evicted, removed or cleared is counted until
-its bucket expires, and one that `--ttl-refresh` keeps alive no longer than that. An addition whose
-answer is lost is made again. While the account was never read, chunks are stored: not known is not
-full. Owned by the loop thread.
+its bucket expires, and one that `--ttl-refresh` keeps alive no longer than that. An addition that a
+server refuses is made later. One whose answer is lost is not made again: it may be missing, and
+nothing counts twice. While an account is not known, the last known one holds, with what was written
+here since. If it was never read, chunks are written: not known is not full. Owned by the loop
+thread.
 """
 
 from __future__ import annotations
@@ -22,11 +25,11 @@ from functools import partial
 from typing import Final
 
 from lmcache_redis.cache.threads import OneTimer, Owner, posting
-from lmcache_redis.chunks.names import account_key
+from lmcache_redis.chunks.names import account_keys
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.settings import format_size
 from lmcache_redis.tenants import EVERY, NONE
-from lmcache_redis.tiers import CallOutcome, NumbersResult
+from lmcache_redis.tiers import NumbersResult
 
 BUCKETS: Final = 8
 DAY_S: Final = 86_400
@@ -67,7 +70,8 @@ class TenantLimits:
         self._ask_about(tenant)
         if (self.used_by(tenant) or 0) < limit:
             return None
-        return f"tenant {tenant} has used the {format_size(limit)} of its --tenant-bytes"
+        used = f"tenant {tenant} has used the {format_size(limit)} of its --tenant-bytes"
+        return f"not written to Redis: {used}"
 
     def stored(self, tenant: str, nbytes: int) -> None:
         if self.limit_of(tenant) is not None:
@@ -87,13 +91,15 @@ class TenantLimits:
         tenants, self._seen, self._is_asking = sorted(self._seen), set(), True
         self._next_s = time.monotonic() + _EVERY_S
         last = int(time.time()) // self._bucket_s
-        keys, prefix = [], self._plane.options.key_prefix
+        keys: list[bytes] = []
+        prefix = self._plane.options.key_prefix
         amounts: dict[bytes, int] = {}
         sent = {each: self._pending[each] for each in tenants}
         for tenant in tenants:
-            keys += [account_key(tenant, last - n, prefix) for n in range(BUCKETS + 1)]
+            mine = account_keys(tenant, range(last, last - BUCKETS - 1, -1), prefix)
+            keys += mine
             if sent[tenant]:
-                amounts[account_key(tenant, last, prefix)] = sent[tenant]
+                amounts[mine[0]] = sent[tenant]
         deadline = time.monotonic() + self._plane.options.op_timeout_s
         ttl_s = self._bucket_s * (BUCKETS + 1)
         done = posting(self._owner, partial(self._exchanged, tenants, sent))
@@ -108,17 +114,15 @@ class TenantLimits:
         self._is_asking = False
         every = BUCKETS + 1
         for number, tenant in enumerate(tenants):
-            found = result.numbers[number * every : (number + 1) * every]
-            is_added = bool(found) and found[0] is not None
-            if result.outcome is CallOutcome.DONE:  # else it is tried again
-                self._pending[tenant] -= sent[tenant]
-            numbers = [each for each in found if each is not None]
+            mine = slice(number * every, (number + 1) * every)
+            if any(result.refused[mine][:1]):
+                continue  # nothing was added: it is pending still
+            self._pending[tenant] -= sent[tenant]  # it was added, or nobody knows
+            numbers = [each for each in result.numbers[mine] if each is not None]
             if len(numbers) == every:
                 self._known[tenant] = sum(numbers)
-            elif is_added and tenant in self._known:
+            elif tenant in self._known:
                 self._known[tenant] += sent[tenant]
-            elif result.outcome is CallOutcome.DONE:
-                self._known.pop(tenant, None)  # it is refused, or one of several servers is silent
         self._pending = +self._pending
         if max(len(self._known), len(self._pending)) > _MOST_KNOWN:  # clients choose their names
             kept = [each for each in tenants if each in self._known][:_MOST_KNOWN]

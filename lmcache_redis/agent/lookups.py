@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lookups: which leading chunks of a prompt are cached, for every rank of the scheduler's engine.
 
     waiting for workers that register ──all ranks──▶ looking up ──▶ answered
@@ -144,16 +145,20 @@ class LookupJob:
         lookup.start()
         if (sights := self._agent.sessions.sights) is not None:
             named, model_name = (*question.before, *hashes), self._peer.hello.model_name
-            self._write_behind(forms, sights.see(session.key, model_name, named))
+            delay_s = max(each.write_delay_s for each in ranks)
+            self._write_behind(forms, sights.see(session.key, model_name, named), delay_s)
 
-    def _write_behind(self, forms: Sequence[ChunkForm], hashes: Sequence[bytes]) -> None:
+    def _write_behind(
+        self, forms: Sequence[ChunkForm], hashes: Sequence[bytes], delay_s: float
+    ) -> None:
         """Those in the host pool that were held back, because too few requests had named them."""
-        pool = self._agent.cache.pool
+        pool, tenants = self._agent.cache.pool, self._agent.peers.tenants
         for key in (form.key(each) for each in hashes for form in forms):
             entry = pool.get(key)
             if entry is not None and entry.is_held_back:
                 entry.is_held_back = False
-                self._agent.cache.write_behind(entry)
+                entry.tenant = tenants.payer(entry.tenant, self._tenant)
+                self._agent.cache.write_behind(entry, delay_s)
 
     def _elsewhere(self, ranks: Sequence[Registration]) -> list[PartNames]:
         here = {registration.worker_id for registration in ranks}
@@ -191,8 +196,9 @@ class LookupJob:
                 waited_s=took_s,
             )
         pool, hashes = self._agent.cache.pool, self._question.hashes
+        tenants = self._agent.peers.tenants
         for (chunk, row), entry in found.parts.take().items():
-            entry.tenant = entry.tenant or self._tenant  # who is charged if it is written again
+            entry.tenant = tenants.payer(entry.tenant, self._tenant)  # if it is written again
             first, *others = users[row]
             for part in others:
                 pool.pin(entry)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starting, reloading (SIGHUP) and stopping an agent: `lmcache-redis agent`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whom the agent serves: its peers, the memory that workers have registered, and their trust.
 
 There is one peer for each connection. It is forgotten when it sends GOODBYE, when its process has
@@ -25,6 +26,9 @@ from lmcache_redis.processes import has_ended
 # other, because links retry their HELLO every half second. A KV cache is mapped within it, unless
 # it is large or another process holds up the driver.
 _JOIN_S = 2.0
+# The step after a store produces the request's first token. If the engine computes on the agent's
+# cores, writes to the tiers start after that step.
+_FIRST_TOKEN_FIRST_S = 0.1
 # Each is a label in Prometheus.
 MAX_MODELS = 64
 OTHER_MODELS = "(others)"
@@ -53,6 +57,11 @@ class Registration:
         """Where its memory is; copies of different places do not wait for each other."""
         storage = self.storages[0]
         return storage.device_uuid if isinstance(storage, CudaHandle) else CPU
+
+    @property
+    def write_delay_s(self) -> float:
+        """Until its chunks are written, if their writes would slow its engine down."""
+        return _FIRST_TOKEN_FIRST_S if self.device.on_host_cores else 0.0
 
 
 @dataclass(eq=False)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Registrations: mapping and unmapping engines' memory, on threads because it may take seconds.
 
 The answer to a registration tells the engine that every copy through its former mapping has ended,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent's loop: one thread that makes every decision and never blocks.
 
 It polls the ROUTER and a wake-up that other threads set when a copy or a tier's job has ended, runs

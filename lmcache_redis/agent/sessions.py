@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sessions: what the agent holds for one request of an engine, from its lookup to its end.
 
 A session gives up each pin exactly once: to the retrieve that uses it, when the engine asks for it,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What models and tenants have asked of an agent and got. Owned by the loop thread.
 
 At most `MOST_KEPT` tenants are kept. When another one comes, the half that has asked least is added
@@ -113,9 +114,17 @@ class Tenants:
         """See `tiers.Account`, also of the others."""
         return self.why_not(tenant) is None
 
-    def dropped(self, tenant: str, chunks: int) -> None:
+    def payer(self, first: str, other: str) -> str:
+        """Who is charged for a chunk that two tenants use: the first one, unless only the other has
+        room. Empty: nobody.
+        """
+        if not first or not (self.admits(first) or not self.admits(other)):
+            return other
+        return first
+
+    def dropped(self, tenant: str) -> None:
         for use in self.uses_of(tenant or NONE):
-            use.dropped_chunks += chunks
+            use.dropped_chunks += 1
 
     def stored(self, tenant: str, nbytes: int) -> None:
         if self.limits is not None:

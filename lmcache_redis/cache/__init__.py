@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cache of chunks: host memory in front of tiers, files of this node and Redis.
 
 A `ChunkForm` (`lmcache_redis.chunks`) says how the chunks of one worker are named and split into

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tier over a store whose calls block, a `tiers.Tier`: jobs on threads, and what hangs is found.
 
 Some threads read, remove and clear, in the order of the jobs; others write. Each thread has a

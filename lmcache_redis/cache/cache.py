@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cache of chunks: host pool, loads in flight, tiers and their queues; on the owner's thread."""
 
 from __future__ import annotations
@@ -185,11 +186,17 @@ class Cache:
         return None
 
     def prepare_load(
-        self, form: ChunkForm, chunk_hash: bytes, level: int, deadline_s: float
+        self,
+        form: ChunkForm,
+        chunk_hash: bytes,
+        level: int,
+        deadline_s: float,
+        *,
+        is_asked_for: bool = True,
     ) -> Load | None:
         """A job for `begin_loads`, which the entry's watchers await.
 
-        None if there is no room, or what the tier has is wrong.
+        is_asked_for: see `ChunkIO`. None if there is no room, or what the tier has is wrong.
         """
         wrong = self.queues[level].doubted.wrong
         if wrong and form.key(chunk_hash) in wrong:
@@ -199,6 +206,7 @@ class Cache:
             return None
         frame, views = form.frame(chunk_hash), self.views(entry)
         load = Load(entry.key, frame, views, deadline_s, entry=entry, level=level)
+        load.is_asked_for = is_asked_for
         entry.cancel = lambda: self.tiers[load.level].cancel(load)
         return load
 
@@ -243,7 +251,7 @@ class Cache:
             self.pool.seen(load.level, (entry.key,))
             self.metrics.count(counters.loaded_chunks)
             self.metrics.count(counters.loaded_bytes, load.frame.chunk_bytes)
-            if self.publish(entry) and load.level:
+            if self.publish(entry) and load.level and load.is_asked_for:
                 self.write_behind(entry, levels=load.level)
             return
         self._missed(load, outcome)

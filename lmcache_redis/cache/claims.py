@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which chunks an agent may write, because it has claimed them from other writers, and until when.
 
 A claim is given back when its chunk is there, whole: who gets it next sees that. After a write that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clears: chunks whose keys have a common beginning leave the pool and, in the background, tiers.
 
 A clear removes what is there. One *for good* is of chunks that are never asked for again, such as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a tier must not be believed to have: chunks with doubtful bytes, and those found wrong.
 
 A wrong chunk is removed from the tier. Until it has been, or the tier has stored the key anew, this

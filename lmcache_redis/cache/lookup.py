@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefix lookups: find the available leading chunks, pin them, then answer.
 
     find     chunks in the host pool are pinned; each tier in order is asked about the others,

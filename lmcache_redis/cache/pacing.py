@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decisions about lookups, without I/O.
 
 What is worth loading (`WorthLoading`). A tier (`TransferRate`) and an engine (`Computing`) are two

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of one lookup: which are held, which are missing, and where those are."""
 
 from __future__ import annotations

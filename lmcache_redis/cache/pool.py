@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host pool: which chunk holds which memory, in units of the memory, such as slots.
 
 Owned by the cache's owner thread. Copies and sockets use memoryviews that the owner handed them,
@@ -172,7 +173,7 @@ class Entry:
         block: of the pool's memory, ``units`` large.
         refreshed_s: when the tiers were last told to keep it (`time.monotonic()`).
         position: its number in the prompt that it was stored for. tenant: of that request.
-        is_held_back: it is not to be written to the tiers.
+        is_held_back: it is not to be written to the tiers. is_over_limit: not to one of them.
         watchers: told how the filling ends; None: it has ended.
         cancel: ends the filling early; None if it cannot be cancelled, or has been.
         form, chunk_hash: of the chunk; whoever reserves the entry sets them.
@@ -187,6 +188,7 @@ class Entry:
     position: int = 0
     tenant: str = ""
     is_held_back: bool = False
+    is_over_limit: bool = False
     watchers: list[Callable[[], None]] | None = field(default_factory=list)
     cancel: Callable[[], None] | None = None
     form: ChunkForm = field(init=False)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which writes a tier begins, and when: decisions without I/O.
 
 Chunks at the beginning of their prompts are written first: without them no later chunk is a hit.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The threads of a cache: its owner, workers for blocking calls, and a detector of calls that hang.
 
 The owner runs what other threads post to it, and timers; it never waits for I/O. `OwnerLoop` is one

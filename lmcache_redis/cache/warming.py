@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--warm-bytes`: a new host pool is filled with the chunks that Redis uses most, behind all else.
 
 When workers of an engine are registered, it is known how their chunks are named and how large they
@@ -8,7 +9,8 @@ key, with all checks.
 
 Engines come first. A chunk takes free memory only. Its load begins while nothing is loaded, waited
 for or written otherwise, and is cancelled when a lookup begins; then it is loaded again. Until
-somebody asks for it, it is evicted before all others, the least used first.
+somebody asks for it, it is evicted before all others, the least used first; it is not written to
+other tiers, and its TTL runs on.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from lmcache_redis.cache.cache import Cache, Load
-from lmcache_redis.cache.pool import EntryState
+from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.cache.threads import OneTimer, posting
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES
 from lmcache_redis.chunks.names import ChunkForm
@@ -38,6 +41,8 @@ _MOST_CHUNKS = 1 << 15
 _IN_FLIGHT_S = 0.05
 _POLL_S = 0.01
 _LOAD_DEADLINE_S = 30.0
+# Looked at before others have their turn: about a millisecond.
+_MOST_A_TURN = 256
 
 
 class _Ranked(Protocol):
@@ -60,6 +65,22 @@ class _Chunk(NamedTuple):
     chunk_hash: bytes
 
 
+class _Loading(NamedTuple):
+    """The entry is kept: a clear takes it out of the pool while it is filled."""
+
+    entry: Entry
+    watcher: Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Filling:
+    """From the question to the last load: what was loaded."""
+
+    began_s: float
+    chunks: int = 0
+    nbytes: int = 0
+
+
 class Warming:
     """Owned by the cache's owner. rank: prefixes, the most keys, a deadline, and who is told.
 
@@ -75,10 +96,10 @@ class Warming:
         self._unranked: set[bytes] = set()
         self._is_ranking = self._is_stopped = False
         self._queue: deque[bytes] = deque()  # of keys
-        self._loading: dict[_Chunk, Callable[[], None]] = {}  # and who watches
+        self._loading: dict[_Chunk, _Loading] = {}
         self._timer = OneTimer(cache.owner, self._go_on)
         self._pause_until_s = 0.0
-        self._began_s = 0.0  # of the round that has not ended; 0.0: there is none
+        self._round: _Filling | None = None  # that has not ended
 
     def warm(self, forms: Sequence[ChunkForm]) -> None:
         """These parts of chunks are of a worker that is registered now."""
@@ -91,13 +112,11 @@ class Warming:
 
     def give_way(self) -> None:
         """A lookup begins: what it loads comes first."""
-        if not self._began_s:
+        if not (self._loading or self._queue or self._is_ranking):
             return
         self._pause_until_s = time.monotonic() + self._pause_s()
-        for chunk, watcher in self._loading.items():
-            entry = self._cache.pool.get(chunk.key)
-            if entry is not None:
-                self._cache.pool.unwatch(entry, watcher)
+        for chunk, (entry, watcher) in self._loading.items():
+            self._cache.pool.unwatch(entry, watcher)
             self._queue.appendleft(chunk.key)
             self._left_bytes += chunk.form.chunk_bytes
         if self._loading:
@@ -110,7 +129,7 @@ class Warming:
         self.give_way()
         self._queue.clear()
         self._unranked.clear()
-        self._began_s = 0.0
+        self._round = None
 
     def report(self) -> dict[str, Any]:
         """For STATUS."""
@@ -119,7 +138,7 @@ class Warming:
             "chunks": counters["warmed_chunks"],
             "bytes": counters["warmed_bytes"],
             "left_chunks": len(self._queue) + len(self._loading),
-            "done": bool(self._forms) and not (self._began_s or self._unranked),
+            "done": bool(self._forms) and not (self._round or self._unranked),
         }
 
     def _go_on(self) -> None:
@@ -132,22 +151,25 @@ class Warming:
 
     def _begin_rank(self) -> None:
         prefixes, self._unranked = sorted(self._unranked), set()
-        self._is_ranking, self._began_s = True, time.monotonic()
+        self._is_ranking, self._round = True, _Filling(time.monotonic())
         done = posting(self._cache.owner, self._ranked)
-        self._rank(prefixes, _MOST_CHUNKS, self._began_s + _RANK_DEADLINE_S, done)
+        self._rank(prefixes, _MOST_CHUNKS, self._round.began_s + _RANK_DEADLINE_S, done)
 
     def _ranked(self, result: _Ranked) -> None:
         self._is_ranking = False
         if self._is_stopped:
             return
         refused = result.refused
-        if result.outcome is not CallOutcome.DONE and not result.keys:
+        if result.outcome is not CallOutcome.DONE:
             refused = refused or f"Redis: {result.outcome.value}"
-        if refused:
+        if refused and not result.keys:
             logger.warning("the host pool is not filled (--warm-bytes): %s", refused)
         else:
-            count = len(result.keys)
-            logger.info("filling the host pool with the most used of %d chunks", count)
+            logger.info(
+                "filling the host pool with the most used of %d chunks%s",
+                len(result.keys),
+                refused and f"; others are not known: {refused}",
+            )
         self._queue.extend(result.keys)
         self._load_some()
 
@@ -159,11 +181,14 @@ class Warming:
 
     def _load_some(self) -> None:
         """Begins what may be loaded now. All that is left is tried again later, or never."""
+        if self._is_ranking:  # the round before has ended
+            return
         cache = self._cache
-        while self._queue:
+        for _ in range(min(len(self._queue), _MOST_A_TURN)):
             key = self._queue[0]
             chunk, level = self._chunk(key), cache.level_of(key)
-            if chunk is None or level is None or key in cache.pool:
+            is_needless = key in cache.pool or cache.clears.ended.has(key)
+            if chunk is None or level is None or is_needless:
                 self._queue.popleft()
                 continue
             form = chunk.form
@@ -176,11 +201,13 @@ class Warming:
                 return
             self._queue.popleft()
             deadline_s = time.monotonic() + _LOAD_DEADLINE_S
-            load = cache.prepare_load(form, chunk.chunk_hash, level, deadline_s)
+            load = cache.prepare_load(form, chunk.chunk_hash, level, deadline_s, is_asked_for=False)
             if load is not None:
                 self._begin(chunk, load)
-        if self._began_s and not self._queue and not self._loading:
-            self._end()
+        if self._queue:
+            self._timer.fire_by(time.monotonic() + _POLL_S)
+        elif self._round is not None and not self._loading:
+            self._end(self._round)
 
     def _must_wait(self, nbytes: int) -> bool:
         cache, now_s = self._cache, time.monotonic()
@@ -197,14 +224,18 @@ class Warming:
 
     def _begin(self, chunk: _Chunk, load: Load) -> None:
         watcher = partial(self._filled, chunk, load)
-        self._loading[chunk] = watcher
+        self._loading[chunk] = _Loading(load.entry, watcher)
         self._left_bytes -= chunk.form.chunk_bytes
         self._cache.pool.watch(load.entry, watcher)
         self._cache.begin_loads((load,))
 
     def _filled(self, chunk: _Chunk, load: Load) -> None:
-        del self._loading[chunk]
+        if self._loading.pop(chunk, None) is None:
+            return  # a watcher before this one has begun a lookup
         if load.entry.state is EntryState.READY:
+            if self._round is not None:
+                self._round.chunks += 1
+                self._round.nbytes += chunk.form.chunk_bytes
             self._cache.metrics.count("warmed_chunks")
             self._cache.metrics.count("warmed_bytes", chunk.form.chunk_bytes)
         else:
@@ -217,12 +248,10 @@ class Warming:
         if not self._is_stopped:
             self._load_some()
 
-    def _end(self) -> None:
-        counters = self._cache.metrics.snapshot()
+    def _end(self, ended: _Filling) -> None:
         logger.info(
             "filled the host pool with %d chunks, %.1f MiB (%.1f s)",
-            counters["warmed_chunks"], counters["warmed_bytes"] / 2**20,
-            time.monotonic() - self._began_s,
+            ended.chunks, ended.nbytes / 2**20, time.monotonic() - ended.began_s,
         )  # fmt: skip
-        self._began_s = 0.0
+        self._round = None
         self._go_on()

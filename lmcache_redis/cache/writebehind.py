@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write-behind: chunks of the host pool are written to a tier in the background.
 
 Each tier has one queue, bounded in bytes and by what the tier can write before the deadlines of
@@ -111,15 +112,23 @@ class WriteBehind:
             return
         if not self._is_doubted(entry.key) and self._backing.tier.lookup(entry.key):
             return
-        account = self._backing.account
-        if account is not None and not account.admits(entry.tenant):
-            self._metrics.count("drop_quota")
-            account.dropped(entry.tenant, 1)
-        elif self._has_room(entry.form.chunk_bytes, entry.position):
+        if self._admits(entry) and self._has_room(entry.form.chunk_bytes, entry.position):
             write = self._add(entry, WRITE_DEADLINE_S)
             write.due_s = time.monotonic() + delay_s
             self.schedule.add(write)
             self._timer.fire_by(write.due_s)
+
+    def _admits(self, entry: Entry) -> bool:
+        """Whether the chunk may be written; if not, it is counted, once."""
+        account = self._backing.account
+        if account is None:
+            return True
+        is_admitted = account.admits(entry.tenant)
+        if not is_admitted and not entry.is_over_limit:
+            self._metrics.count("drop_quota")
+            account.dropped(entry.tenant)
+        entry.is_over_limit = not is_admitted
+        return is_admitted
 
     def keep(self, entries: Sequence[Entry]) -> None:
         """Tells the tier to keep what the host pool serves, and enqueues what it lacks."""
@@ -239,7 +248,13 @@ class WriteBehind:
         now_s = time.monotonic()
         for write in self.schedule.expired(now_s):
             self._drop(write)
-        writes = self.schedule.begin(now_s)
+        writes = []
+        for write in self.schedule.begin(now_s):
+            # Once more: what was written since it was enqueued may have used up a limit.
+            if self._admits(write.entry):
+                writes.append(write)
+            else:
+                self._release(write)
         self._timer.fire_by(self.schedule.next_s(now_s))
         self.schedule.loads.on_idle = self.begin_ready if self.schedule else None
         self._ask([each for each in writes if not self._is_doubted(each.key)])

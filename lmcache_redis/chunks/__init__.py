@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The name and the form of a chunk, as engines, agents and Redis see them. No I/O.
 
 names      what a group of layers needs of a prefix, and what its chunks and stripes are called

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The frame of one Redis value: a header of 512 bytes, then one stripe's payload.
 
 The header names the layout, chunk, stripe and store of the payload, and has the checksums of the

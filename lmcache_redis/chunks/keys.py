@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ObjectKey`, the name of one worker's chunk, and hashes (docs/reference/value-format.md).
 
 Encoded, integers big-endian: kv_rank u32 | model length u16 | model utf-8 | hash length u8 | hash

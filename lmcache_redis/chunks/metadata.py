@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metadata of a chunk: length, shapes, dtypes and memory format. Only `torch_dtype` imports torch.
 
 `RemoteMetadata` is encoded little-endian and unaligned (docs/reference/value-format.md):

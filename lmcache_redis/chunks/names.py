@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The name of a chunk, and the form of its parts: the same in Redis and on disk, for everyone.
 
     user prefix | b"lmcr1:" | namespace (16) | ObjectKey (`keys`)
@@ -80,10 +81,11 @@ def is_claim_key(data: bytes, key_prefix: bytes) -> bool:
     return data.startswith(key_prefix + _CLAIM_MAGIC)
 
 
-def account_key(tenant: str, bucket: int, key_prefix: bytes) -> bytes:
-    """The Redis key of what a tenant has written in a bucket of time (`agent.limits`)."""
+def account_keys(tenant: str, buckets: Iterable[int], key_prefix: bytes) -> list[bytes]:
+    """The Redis keys of what a tenant has written, in buckets of time (`agent.limits`)."""
     digest = hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
-    return b"%b%b%b:%d" % (key_prefix, _ACCOUNT_MAGIC, digest.encode(), bucket)
+    stem = b"%b%b%b:" % (key_prefix, _ACCOUNT_MAGIC, digest.encode())
+    return [b"%b%d" % (stem, bucket) for bucket in buckets]
 
 
 def names_no_stripe(data: bytes, key_prefix: bytes) -> bool:

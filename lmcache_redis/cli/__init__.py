@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: `lmcache-redis`, also `python -m lmcache_redis.cli`."""
 
 import sys

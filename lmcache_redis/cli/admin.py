@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`inspect`, `purge` and `doctor`: commands for the operators of the Redis behind the cache.
 
 Without a URL they ask the agent of this machine which server it uses.

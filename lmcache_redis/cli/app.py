@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands. Each imports what it needs when it runs, so that `--help` is fast."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--check`: what is set, where, and whether the files that it names can be used.
 
 Makes nothing, and connects to nothing but, if asked, the server. A credential provider is made, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the commands need of the gateway: the one place where they meet LMCache's interfaces."""
 
 from __future__ import annotations

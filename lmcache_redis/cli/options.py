@@ -1,14 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command-line options: those made from the settings of a config, and those that commands share."""
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import enum
 import inspect
 import io
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
@@ -214,6 +216,19 @@ def agent_anywhere(
     from lmcache_redis.client.http import HttpAgent
 
     return HttpAgent(url, timeout_s)
+
+
+@contextlib.contextmanager
+def reads_document(agent: ControlClient | HttpAgent) -> Iterator[None]:
+    """Of an agent that was asked over HTTP: another version of it may lack fields."""
+    from lmcache_redis.client.http import HttpAgent
+
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError):
+        if not isinstance(agent, HttpAgent):
+            raise
+        raise agent.other_version() from None
 
 
 def print_found(as_json: bool, found: Any, lines: Iterable[str]) -> None:

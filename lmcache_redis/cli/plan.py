@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`plan`: what a cache of some size would save for the requests of a trace."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What STATUS documents of an agent show: tables of `status --all`, and a frame of `top`. Pure."""
 
 from __future__ import annotations

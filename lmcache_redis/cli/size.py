@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`size`: how much Redis a model needs, and how fast."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Restarts a command once in the environment that it needs.
 
 Every user of the machine could read a password in `--redis-url` in the process list. So the URL

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`status`: an agent in about ten lines. What is printed is pure."""
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, Url, agent_anywhere
+from lmcache_redis.cli.options import (
+    AsJson,
+    Endpoint,
+    Timeout,
+    Url,
+    agent_anywhere,
+    reads_document,
+)
 from lmcache_redis.tier_kinds import HOST
 
 if TYPE_CHECKING:
@@ -29,19 +37,23 @@ def status(
     ] = False,
     endpoint: Endpoint = None,
     url: Url = None,
-    timeout_s: Timeout = 2.0,
+    timeout_s: Timeout = 3.0,
     as_json: AsJson = False,
 ) -> None:
     """Show hit rate, what was saved, tiers, engines, and what is wrong, in about ten lines."""
-    report = agent_anywhere(endpoint, url, timeout_s).status()
+    agent = agent_anywhere(endpoint, url, timeout_s)
+    report = agent.status()
     if as_json:
         print(json.dumps(report, indent=2))
         return
     from lmcache_redis.cli.shown import all_rows, console, status_tables
 
+    with reads_document(agent):
+        found = [*rows(report), *(all_rows(report) if everything else ())]
+        tables = [*status_tables(report)] if everything else []
     out = console()
-    _print_rows(out, [*rows(report), *(all_rows(report) if everything else ())])
-    for table in status_tables(report) if everything else ():
+    _print_rows(out, found)
+    for table in tables:
         out.print(table)
 
 

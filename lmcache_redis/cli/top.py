@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`top`: an agent's status in a terminal, refreshed."""
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from typing import Annotated
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, Endpoint, Url, agent_anywhere, number
+from lmcache_redis.cli.options import (
+    AsJson,
+    Endpoint,
+    Url,
+    agent_anywhere,
+    number,
+    reads_document,
+)
+from lmcache_redis.errors import LMCacheRedisError
 
 
 def top(
@@ -44,20 +53,20 @@ def top(
     from rich.text import Text
 
     from lmcache_redis.cli.shown import change_document, console, frame
-    from lmcache_redis.client.control import AgentUnreachable
 
-    agent, out = agent_anywhere(endpoint, url, 2.0), console()
+    agent, out = agent_anywhere(endpoint, url, 3.0), console()
     before = agent.status()  # where there is no agent, this says so
     if once or as_json or not (out.is_terminal and sys.stdin.isatty()):
         try:
             while True:
                 time.sleep(interval_s)
                 now = agent.status()
-                if as_json:
-                    print(json.dumps(change_document(before, now)), flush=True)
-                else:
-                    out.print(frame(before, now), end="\n" * (not once))
-                    sys.stdout.flush()
+                with reads_document(agent):
+                    if as_json:
+                        print(json.dumps(change_document(before, now)), flush=True)
+                    else:
+                        out.print(frame(before, now), end="\n" * (not once))
+                        sys.stdout.flush()
                 if once:
                     return
                 before = now
@@ -67,14 +76,18 @@ def top(
             # Python would complain of what is still in the buffer.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return
-    with _keys() as pressed, Live(frame(None, before), console=out, screen=True) as live:
+    with reads_document(agent):
+        first = frame(None, before)
+    with _keys() as pressed, Live(first, console=out, screen=True) as live:
         while not pressed(interval_s):
             try:
                 now = agent.status()
-            except AgentUnreachable as error:
+                with reads_document(agent):
+                    shown = frame(before, now)
+            except LMCacheRedisError as error:  # it may be replaced just now
                 live.update(Text(f"{error}\n\nq: quit"), refresh=True)
                 continue
-            live.update(frame(before, now), refresh=True)
+            live.update(shown, refresh=True)
             before = now
 
 

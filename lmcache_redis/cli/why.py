@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`why`: why a request missed, and why two engines do not share. What is printed is pure."""
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from lmcache_redis.cli.options import (
     agent_anywhere,
     number,
     print_found,
+    reads_document,
 )
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 from lmcache_redis.tenants import NONE
@@ -96,17 +98,18 @@ def why(
     if sum((request is not None, last, as_list, layouts is not None)) != 1:
         raise ConfigError("give one of REQUEST_ID, --last, --list and --layouts A B")
     agent = agent_anywhere(endpoint, url, timeout_s)
-    if layouts is not None:
-        wanted = [each.strip().lower() for each in layouts]
-        compared = compare(agent.layouts(*wanted), *wanted)
-        print_found(as_json, compared, comparison_lines(compared))
-        return
-    report = agent.why(request or "", 1 if last else most)
-    if not report["requests"] and not as_list:
-        raise LMCacheRedisError(unknown(report, request))
-    several = as_list or len(report["requests"]) > 1
-    lines = list_lines(report, time.time()) if several else request_lines(report, time.time())
-    print_found(as_json, report, lines)
+    with reads_document(agent):
+        if layouts is not None:
+            wanted = [each.strip().lower() for each in layouts]
+            compared = compare(agent.layouts(*wanted), *wanted)
+            print_found(as_json, compared, comparison_lines(compared))
+            return
+        report = agent.why(request or "", 1 if last else most)
+        if not report["requests"] and not as_list:
+            raise LMCacheRedisError(unknown(report, request))
+        several = as_list or len(report["requests"]) > 1
+        lines = list_lines(report, time.time()) if several else request_lines(report, time.time())
+        print_found(as_json, report, lines)
 
 
 # Requests

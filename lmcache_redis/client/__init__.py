@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engine-neutral clients of the agent: one for an engine's scheduler, one for each worker.
 
 scheduler       lookups, canaries, and watching which chunks come and go in the agent's tiers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of command-line tools to an agent: ping, status, trust, and why requests missed."""
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from lmcache_redis import messages as m
 from lmcache_redis import transport
 from lmcache_redis.config import check_endpoint, default_endpoint, service_user
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
+from lmcache_redis.units import printable_document
 
 _A = TypeVar("_A", bound=m.Message)
 # Between two tries to send, until the agent is there.
@@ -57,7 +59,8 @@ class ControlClient:
         return self._ask(m.Trust(1), m.Done).count
 
     def _report(self, question: m.Message) -> dict[str, Any]:
-        report: dict[str, Any] = msgspec.json.decode(self._ask(question, m.StatusReport).report)
+        found = msgspec.json.decode(self._ask(question, m.StatusReport).report)
+        report: dict[str, Any] = printable_document(found)
         return report
 
     def _ask(self, question: m.Message, expected: type[_A]) -> _A:

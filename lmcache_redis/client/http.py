@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Questions of command-line tools to an agent at its `--metrics` address, from anywhere."""
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from urllib.parse import urlencode, urlsplit
 
 from lmcache_redis.client.control import AgentUnreachable
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
+from lmcache_redis.units import printable_document
 
 _MOST_BYTES = 64 << 20
 _MOST_SAID = 200
 _HANDLERS = (
-    urllib.request.ProxyHandler,
     urllib.request.HTTPHandler,
     urllib.request.HTTPSHandler,
     urllib.request.HTTPDefaultErrorHandler,
@@ -34,14 +35,15 @@ class HttpAgent:
     Raises ``ConfigError`` for what is none.
     """
 
-    def __init__(self, url: str, timeout_s: float = 2.0) -> None:
+    def __init__(self, url: str, timeout_s: float = 3.0) -> None:
         try:
             parts = urlsplit(url)
             is_known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         except ValueError:
             is_known = False
         if not is_known or parts.username is not None or parts.query or parts.fragment:
-            raise ConfigError(f"--url {url}: write http://HOST:PORT, the agent's --metrics address")
+            # It may have a password.
+            raise ConfigError("--url: write http://HOST:PORT, the agent's --metrics address")
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._opener = urllib.request.OpenerDirector()
@@ -62,13 +64,19 @@ class HttpAgent:
 
     def _document(self, path: str, *names: str) -> dict[str, Any]:
         """names: some that the document has if it is an agent's."""
+        body = self._read(path)
         try:
-            found = json.loads(self._read(path))
-        except ValueError:
+            found = json.loads(body)
+        except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict) or not found.keys() >= {*names}:
-            raise LMCacheRedisError(f"what answers at {self._url} is not an agent of this version")
-        return found
+            raise self.other_version()
+        document: dict[str, Any] = printable_document(found)
+        return document
+
+    def other_version(self) -> LMCacheRedisError:
+        """What to raise for a document that lacks a field."""
+        return LMCacheRedisError(f"what answers at {self._url} is not an agent of this version")
 
     def _read(self, path: str) -> bytes:
         """The body. On a thread: the resolver has no deadline, and a server may trickle."""
@@ -84,7 +92,7 @@ class HttpAgent:
         thread.start()
         thread.join(self._timeout_s)
         if not found:
-            raise self._unreachable(f"nothing came within {self._timeout_s:g} s")
+            raise AgentUnreachable(f"{self._url} has not answered within {self._timeout_s:g} s")
         if isinstance(found[0], Exception):
             raise found[0]
         return found[0]
@@ -98,6 +106,8 @@ class HttpAgent:
         except urllib.error.URLError as error:
             reason = getattr(error.reason, "strerror", None) or str(error.reason)
             raise self._unreachable(reason) from None
+        except UnicodeError:
+            raise ConfigError(f"--url: {self._url} is no URL that can be asked") from None
         except http.client.HTTPException:
             raise LMCacheRedisError(f"what answers at {self._url} does not speak HTTP") from None
         except OSError as error:

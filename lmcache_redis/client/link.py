@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connection to the agent, owned by one thread, and the calls that go over it.
 
 The thread owns the socket. It sends HELLO until an agent answers, sends heartbeats, and matches

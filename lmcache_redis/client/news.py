@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a link knows of its agent: whether it is there, how long it may be silent, and errors."""
 
 from __future__ import annotations

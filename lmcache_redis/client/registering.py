@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a worker registers with each agent: its exported KV cache, and the names of its parts."""
 
 from __future__ import annotations

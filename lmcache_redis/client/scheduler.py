@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduler's client: asks how many leading tokens of a prompt are cached.
 
 And beside it, what it needs to know of an engine: where its workers are registered (`Ranks`), which
@@ -154,6 +155,12 @@ class SchedulerClient:
         return engine_chunk_tokens(welcome.chunk_size_tokens, [self._block_size_tokens])
 
     @property
+    def names_before(self) -> bool:
+        """Whether lookups are to name the chunks before their first one."""
+        welcome = self.link.welcome
+        return welcome is not None and welcome.store_after > 1
+
+    @property
     def canary_every(self) -> int:
         """One hit in this many is to be compared instead of loaded; 0: none."""
         welcome = self.link.welcome
@@ -184,7 +191,7 @@ class SchedulerClient:
         begun, self._begun = tuple(self._begun), {}
         remote = self.ranks.remote()
         welcome = self.link.welcome
-        before = tuple(before) if welcome is not None and welcome.store_after > 1 else ()
+        before = tuple(before) if self.names_before else ()
         how = token_s, busy_s, begun, before, tenant
         question = m.Lookup(0, request_id, hashes, first_chunk, remote, *how)
         (call,) = self.link.submit_all([question]) if hashes else self.link.lost(1)

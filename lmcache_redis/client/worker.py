@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worker's client: registers its paged KV cache once, then sends only block ids.
 
 The engine may reuse the blocks of a store or a retrieve when that is ``over``. The docstring of

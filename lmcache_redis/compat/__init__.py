@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMCache's interfaces under their own names: code that was written for them changes its imports.
 
     original                                     here

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lmcache.utils: the keys of chunks, and of one layer of a chunk, in LMCache's TCP protocol.
 
 The text of a key, which `to_string` writes and `from_string` reads:

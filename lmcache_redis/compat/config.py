@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings of LMCache's storage backends (`lmcache.config`): plain data.
 
 The backends take any object with these attributes, so LMCache's own objects work too.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lmcache.v1.multiprocess.custom_types: keys, CUDA tensors and msgpack between processes.
 
 The original pickles; nothing is pickled here. A wrapper is encoded as the plain fields of its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lmcache.v1.distributed.api: the names and the memory layouts of chunks.
 
 `ObjectKey` is the package's own. It is ordered, and its fields are checked: what the original

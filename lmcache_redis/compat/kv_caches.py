@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tensors of an engine's KV cache say of themselves, where a caller gives nothing else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The messages of LMCache's TCP protocol (`lm://`) as bytes. Free of torch.
 
 All integers have 32 bits, signed, in the byte order of the machine; client and server share it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations as LMCache's adapters take them, the chunks that they name, and those in flight.
 
 Callers name chunks by the hash of each block or by token ids, and may begin or end within a chunk.

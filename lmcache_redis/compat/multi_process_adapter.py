@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The adapters of vLLM's ``lmcache_integration.multi_process_adapter``, with their arguments.
 
 An engine has one scheduler adapter and a worker adapter for each rank, all with one agent. As in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lmcache.v1.protocol, with the keys of lmcache.utils and MemoryFormat of memory_management.
 
 The messages of the `lm://` protocol have LMCache's bytes (`compat.lm_wire`) and hold key

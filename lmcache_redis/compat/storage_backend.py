@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMCache's storage backends (`lmcache.storage_backend`): constructors of a `ChunkBackend`.
 
 The classes have LMCache's names, constructors and parameters. They take LMCache's configuration

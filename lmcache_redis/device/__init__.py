@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device memory: copies between an engine's paged KV cache and slots.
 
 1. A worker exports its KV cache: `blocks` finds the segments of its tensors; `cpu` or `export`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From tensors to segments: find the block dimension, and cut each block into pages.
 
 One dimension of each tensor must count blocks. A block's contents are opaque bytes: one page if

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls of a device: what they promise, and which bytes they copy where.
 
 A worker registers handles and a layout. The agent maps the memory once (`context.open_device`).

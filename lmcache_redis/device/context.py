@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device memory of either kind: an engine exports its KV cache, the agent opens it.
 
 Only this module chooses between devices. It imports torch only for tensors and GPUs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV caches in CPU memory: moved into shared memory in place, mapped by the agent, and copied.
 
 The engine moves each storage into POSIX shared memory (torch's file-descriptor strategy: a file in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV caches in GPU memory, for the agent: calls in the order that keeps bytes right.
 
 What waits for what, in a call:

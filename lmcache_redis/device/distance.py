@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far two copies of a part are from each other, whatever batch computed them.
 
 The same tokens computed twice do not give the same bits: the shape of a batch decides in which

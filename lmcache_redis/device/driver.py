@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVIDIA's driver, ``libcuda.so.1``, through ctypes: the functions that this package calls, typed.
 
 Engine and agent call the driver and nothing above it, so the agent needs no torch and no CUDA

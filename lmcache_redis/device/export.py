@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine's KV cache on a GPU, exported to the agent by the driver alone.
 
 Memory of ``cudaMalloc`` is exported as one handle for each allocation. Memory that is mapped in

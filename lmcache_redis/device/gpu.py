@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPUs of the agent: a context, streams with buffers, and kernels, shared by all workers.
 
 Every call has a stream of its own, with staging for its chunks, so a gather that waits for its

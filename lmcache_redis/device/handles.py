@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handles by which the agent opens an engine's memory. Wire types; free of torch.
 
 A handle is not trusted: the agent checks it against the memory that it opens (`device.cpu`,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the pages of a paged KV cache are: segments, and the layout that identifies their bytes.
 
 A worker sends its layout once, at registration. The agent checks it before it computes an address

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the agent opens an engine's GPU memory: by CUDA's IPC handles, or by descriptors.
 
 A handle is not trusted. The engine's process must run, as this user. The allocation that a handle

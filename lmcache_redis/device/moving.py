@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a call enqueues, in which order, to move chunks between an engine's blocks and slots.
 
 `DirectMoves`, for large pages: copies between pages and slots, without a kernel. The GPU's copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host pool, pinned piece by piece while it is used, so that GPUs copy to and from it directly.
 
 The driver pins under locks of the whole node: for 0.1 to 0.35 s a GiB, CUDA calls of other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How an engine on a GPU tells the agent that its queued work has come to a certain place.
 
 A page of host memory that both processes map holds 64-bit slots. The engine takes a *ticket*, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table that drives a copy kernel: where each part of each page is. Pure arithmetic.
 
 A launch moves whole chunks between pages and *staging*, contiguous memory with the chunk format of

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connectors, one per engine. Only these modules know an engine."""

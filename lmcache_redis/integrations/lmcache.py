@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Redis behind LMCache's multiprocess server: an L2 adapter of its ``plugin`` type.
 
     lmcache server --l2-adapter '{"type": "plugin",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Redis behind SGLang's HiCache: a storage backend of its type ``dynamic``.
 
     python -m sglang.launch_server ... --enable-hierarchical-cache \

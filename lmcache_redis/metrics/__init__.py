@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every counter and histogram of an agent, declared once.
 
 `Metrics` makes them with prometheus_client, a set for each cache. Code and STATUS know each by a
@@ -189,7 +190,7 @@ DECLARED: Final = (
             device_error="chunks not stored because an engine's blocks could not be read",
             shutdown="chunks not stored because the agent was shut down",
             admission="chunks kept in the host pool alone, until --store-after requests name them",
-            quota="chunks not stored because their tenant has used its --tenant-bytes",
+            quota="chunks not written to Redis because their tenant has used its --tenant-bytes",
         )
         | _reasons(
             "drop_", "chunks not written to {title}: its queue was full, or it failed", "drops"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`/metrics` for Prometheus, `/healthz` for probes, and pages of an agent: a small HTTP server.
 
 It runs on threads of its own, and serves what `Metrics` has counted and what is read on the loop of
@@ -194,12 +195,12 @@ def serve_metrics(
 ) -> Iterator[int]:
     """Serves from entry to exit, and yields the port: for port 0 the one that was chosen.
 
-    owner: what /healthz asks. counted: the other metrics. pages: others, by path. Raises
-    StartError on entry if the address cannot be used.
+    owner: its metrics, and whose loop /healthz asks. counted: the other metrics. pages: others, by
+    path. Raises StartError on entry if the address cannot be used.
     """
 
     def health(_: object, start: Any) -> Iterable[bytes]:
-        owner.collect()
+        read_on(owner.post, lambda: None)  # a reading may change what the next one gives
         return plain_text(start, "200 OK", "ok")
 
     disable_created_metrics()  # type: ignore[no-untyped-call]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native extension: the work for each stripe, without the GIL. Optional.
 
 `moves` is the module of `module.c`, or None if it was not built (no C compiler when the package was

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Guards mappings of memory that other processes may truncate. Implemented in `guard.c`, used by
 `lmcache_redis.device.cpu`.
 

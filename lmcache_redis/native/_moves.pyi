@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stripes between slots and sockets: `moves.c` explains how, `lmcache_redis.resp.bulk` uses it.
 
 `load` and `store` take the fields of `resp.bulk.MoveCall`, and return those of

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Guards mappings of memory that other processes may truncate: an access does not end this process.
 
    An access to a shared mapping beyond the end of its file raises SIGBUS. For a guarded mapping the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faulting memory in and asking for huge pages, without holding the GIL.
 
 ``mmap.mmap.madvise`` holds the GIL while the kernel works, which for gigabytes takes seconds; these

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The Python side of moves.c: buffers in, a tuple out, without the GIL in between. _moves.pyi
  * documents the functions. */
 #define PY_SSIZE_T_CLEAN

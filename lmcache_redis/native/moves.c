@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A call works on several connections ("lanes") with one stripe in flight on each. It sends waiting
  * requests on free lanes, and receives replies in the order of the requests. Each stripe ends with a
  * definite result: stored or loaded, another reply of the server, or a connection that is lost or out

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Stripes between slots and sockets, many in one call; see moves.c. Independent of Python. */
 #ifndef LMCR_MOVES_H
 #define LMCR_MOVES_H

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spreading memory over the NUMA nodes of a machine, so that no node's bandwidth is the limit.
 
 On a machine with two sockets, each socket has its own GPUs and network cards. Memory that all of

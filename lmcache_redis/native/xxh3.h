@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* XXH3, 64 bits, seed 0, of inputs longer than XXH3_SHORT_BYTES: the checksum of payloads.
  *
  * Written from the specification (xxHash's doc/xxhash_spec.md); the tests compare it with the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named values and blocking calls over one cache: under KVStore, the gateway, LMCache's backends.
 
 backend   `ChunkBackend`: its calls, what they promise, and the thread that owns its cache

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ChunkBackend`: blocking calls to an `ObjectCache` that a thread of each backend owns.
 
 A backend keeps chunks by `ObjectKey`, each with its `RemoteMetadata`, which describes its bytes.

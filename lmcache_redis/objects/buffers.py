@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The callers' buffers and tensors: checks before a backend uses them, and copies.
 
 Copies are numpy's, which releases the GIL. Assigning to a slice of a memoryview holds it for the

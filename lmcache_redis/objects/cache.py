@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks of any size by `ObjectKey`, with their metadata, over a `Cache` of heap memory.
 
     get    `hold` a chunk that is in memory; else `find` the tier that has it and `load` it

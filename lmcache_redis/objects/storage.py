@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a backend keeps chunks: memory, a directory, Redis or Valkey."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a cache of some size would have done with the requests of a trace. No server is asked.
 
 records      the lines that an agent's `--record` writes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A made trace whose locality is known, in Mooncake's form.
 
 Conversations begin all the time. Each has one of a few system prompts (the k-th is chosen in

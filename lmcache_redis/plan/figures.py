@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows of a plan: what a cache of some sizes would have saved, moved and cost."""
 
 from __future__ import annotations

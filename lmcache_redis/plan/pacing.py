@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of a found prefix is worth loading: the agent's own rule, with rates that are given.
 
 The rule is `cache.pacing.prefix_worth_loading`, for engines and links that are queues: the link of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads traces from files of JSON lines.
 
 hash_ids    ``hash_ids`` (one for each block of the prompt) and, if known, ``timestamp`` (ms)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file that an agent's `--record FILE` writes and `lmcache-redis plan` reads: a JSON line each.
 
     start      a process has begun to write; also the first line of each file

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a plan shows: the columns of its rows, what follows from them, and an HTML page.
 
 The page has plots as inline SVG. It loads nothing.
@@ -92,6 +93,15 @@ def sentence(rows: Sequence[PlanRow]) -> str:
     highest = max(each.hit_rate for each in rows)
     tiers = {"host pool": row.pool_bytes, "disk": row.disk_bytes, "Redis": row.redis_bytes}
     parts = [f"{gib(n)} GiB of {tier}" for tier, n in tiers.items() if n or tier == "host pool"]
+    others = {
+        "replicas": row.replicas,
+        "tokens in a chunk": row.chunk_size_tokens,
+        "requests before a chunk is stored": row.store_after,
+    }
+    names = ("replicas", "chunk_size_tokens", "store_after")
+    for name, (words, value) in zip(names, others.items(), strict=True):
+        if len({getattr(each, name) for each in rows}) > 1:
+            parts.append(f"{value} {words}")
     reached = f"a hit rate of {row.hit_rate:.1%}, where the highest is {highest:.1%}."
     saved, net = row.usd_saved_per_month, row.usd_net_per_month
     if saved is None or net is None:
@@ -99,7 +109,7 @@ def sentence(rows: Sequence[PlanRow]) -> str:
             f"Cheapest of what has 95 % of the highest hit rate: {' and '.join(parts)}, {reached}"
         )
     elif net <= 0:
-        said = f"At these prices no row saves more than it costs; nearest: {' and '.join(parts)}."
+        said = "At these prices no row saves more than it costs."
     else:
         said = (
             f"What nets the most: {' and '.join(parts)}, ${net:,.0f} a month (saves ${saved:,.0f} "

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Replay`: the requests of a trace against caches of given sizes.
 
 Each request looks for its chunks in order, and then uses them from the last to the first, as agents

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces: the requests of an engine, as columns.
 
 A request has blocks. The first ``asked`` of them are of its prompt and are looked up; the others

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Redis data plane. `RedisPlane` is its interface (docs/internals/data-plane.md).
 
 plane       the calls; starts and closes everything below

@@ -1,42 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers in Redis that several agents add to, as steps of a control connection (`control`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
-from lmcache_redis.errors import RedisProtocolError, RedisRedirect, RedisReplyError
+from lmcache_redis.errors import RedisError, RedisProtocolError
 from lmcache_redis.resp.control import STEP_KEYS, Steps, ask_each
 from lmcache_redis.resp.net.wire import Reply, keys_commands, pack_command
+
+_MADE: Final = object()  # the key is there
 
 
 def add_each(
     amounts: Mapping[bytes, int],
     ttl_s: int,
-    refused: Callable[[RedisReplyError], None],
+    note: Callable[[RedisError], None],
     keys: Sequence[bytes],
     is_asking: bool = False,
 ) -> Steps[list[Any]]:
-    """The numbers under the keys, 0 where there is none, once their amounts are added.
+    """The number under each key, 0 where there is none, once its amount is added.
 
-    A key is made with the TTL, which later additions leave alone. None: not known, and nothing was
-    added; or a RedisRedirect, and nothing was added.
+    A key is made with the TTL, which later additions leave alone. note: told of each refusal. None:
+    not known. A RedisError: the server does not take the amount now. Then, and with a
+    RedisRedirect, nothing was added.
     """
+
+    def refused(error: RedisError) -> RedisError | None:
+        note(error)
+        # A user without the right never adds anything: nobody is to wait for it.
+        return None if error.refusal == "NOPERM" else error
+
     results: dict[bytes, Any] = dict.fromkeys(keys)
     added = [key for key in keys if key in amounts]
     rest = [key for key in keys if key not in amounts]
-    ask = partial(ask_each, step_keys=STEP_KEYS, is_asking=is_asking)
-    try:
-        made = yield from ask(partial(_make, ttl_s), _parse_made, added)
-        results.update(zip(added, made, strict=True))
-        added = [key for key in added if not isinstance(results[key], RedisRedirect)]
-        sums = yield from ask(partial(_add, amounts), _parse_sum, added)
-        results.update(zip(added, sums, strict=True))
-        found = yield from ask(partial(keys_commands, b"GET"), _parse_number, rest)
-        results.update(zip(rest, found, strict=True))
-    except RedisReplyError as error:
-        refused(error)
+    ask = partial(ask_each, step_keys=STEP_KEYS, is_asking=is_asking, refused=refused)
+    made = yield from ask(partial(_make, ttl_s), _parse_made, added)
+    results.update(zip(added, made, strict=True))
+    added = [key for key in added if results[key] is _MADE]
+    sums = yield from ask(partial(_add, amounts), _parse_sum, added)
+    results.update(zip(added, sums, strict=True))
+    found = yield from ask(partial(keys_commands, b"GET"), _parse_number, rest)
+    results.update(zip(rest, found, strict=True))
     return [results[key] for key in keys]
 
 
@@ -48,9 +55,10 @@ def _add(amounts: Mapping[bytes, int], keys: Sequence[bytes]) -> bytes:
     return b"".join([pack_command(b"INCRBY", key, amounts[key]) for key in keys])
 
 
-def _parse_made(reply: Reply) -> None:
+def _parse_made(reply: Reply) -> object:
     if reply not in (None, b"OK"):
         raise RedisProtocolError("malformed reply to SET: expected OK or nothing")
+    return _MADE
 
 
 def _parse_sum(reply: Reply) -> int:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A question about keys: each server is asked for its own, and once more where they moved."""
 
 from __future__ import annotations

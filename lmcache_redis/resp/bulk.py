@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stripes between sockets and slots, without copies: what a mover does, and one in Python.
 
 A mover sends requests and receives replies on several connections, with one stripe in flight on

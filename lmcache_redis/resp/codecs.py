@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a stripe is packed as, and what is found for it. Pure.
 
 A codec makes the value of a stripe, and judges what a server has under its key. `Plain` stores

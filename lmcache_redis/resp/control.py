@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The control connection of a server: questions about keys, as generators of steps.
 
 A step yields what to send, is resumed with the connection that receives the replies, and the last
@@ -28,6 +29,7 @@ from lmcache_redis.errors import (
     ConfigError,
     FormatError,
     RedisError,
+    RedisFull,
     RedisProtocolError,
     RedisRedirect,
     RedisReplyError,
@@ -113,16 +115,18 @@ def ask_each(
     keys: Sequence[bytes],
     step_keys: int = sys.maxsize,
     is_asking: bool = False,
+    refused: Callable[[RedisError], Any] | None = None,
 ) -> Steps[list[Any]]:
     """A command for each key: its reply parsed, None for another type, or a RedisRedirect.
 
     pack: makes a command for each of some keys. step_keys: keys of a step; all, if not given.
-    is_asking: with ASKING before each, for a slot that the server is about to get.
+    is_asking: with ASKING before each, for a slot that the server is about to get. refused: gives
+    the result of a key whose command the server refuses; without it, the first refusal is raised.
     """
     results: list[Any] = []
     for start in range(0, len(keys), step_keys):
         replies = yield from _replies(pack, keys[start : start + step_keys], is_asking)
-        results += [result_of(reply, parse) for reply in replies]
+        results += [result_of(reply, parse, refused) for reply in replies]
     return results
 
 
@@ -184,7 +188,11 @@ def _claimed(reply: Reply) -> int | RedisRedirect:
     return int(reply is not None)
 
 
-def result_of(reply: Reply, parse: Callable[[Reply], Any]) -> Any:
+def result_of(
+    reply: Reply,
+    parse: Callable[[Reply], Any],
+    refused: Callable[[RedisError], Any] | None = None,
+) -> Any:
     """See `ask_each`."""
     if not isinstance(reply, ErrorReply):
         return parse(reply)
@@ -193,6 +201,8 @@ def result_of(reply: Reply, parse: Callable[[Reply], Any]) -> Any:
     error = error_of(reply)
     if isinstance(error, RedisRedirect):
         return error
+    if refused is not None and isinstance(error, RedisReplyError | RedisFull):
+        return refused(error)
     raise error
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the operations of a server fail with now, by kind: why a server that is up is of no use.
 
 A PING may be answered while every GET is refused, and stores may work while lookups fail. So each

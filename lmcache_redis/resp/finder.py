@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks Sentinels or a cluster which servers there are, and has a thread that does it in time.
 
 The map is looked up at the start, every few seconds, and soon after a hint that it is outdated: at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stripe that was redirected: read or written once more where the redirection leads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a server is up and takes writes.
 
 The control thread probes. While the server is DOWN, every operation is answered UNAVAILABLE at

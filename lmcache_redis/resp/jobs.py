@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs, and how they reach the threads of a plane. Each job is answered exactly once.
 
 A job is a chunk in flight (`transfers`) or a question about keys (`control`). Its steps are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stripes on several connections of a thread at once.
 
 While the server works on the request of one connection, the thread moves the bytes of another: the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names that scans of servers find: what is not asked for is dropped, and the rest is bounded.
 
 A server that lies may name keys without end.

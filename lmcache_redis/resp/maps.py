@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which servers there are, and which slots each has, as one Sentinel or node says. Pure."""
 
 from __future__ import annotations

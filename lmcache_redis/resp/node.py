@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data servers of a plane: which has which keys, and their queues, threads and health.
 
 A `DataNode` is one server: the only one, the master of Sentinels, or a shard of a cluster.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of a plane, and what its URL names. Shows no secret.
 
     redis://[user[:password]@]host[:port][/db]              TCP, IPv4 or IPv6 ([::1])

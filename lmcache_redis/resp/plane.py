@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Redis data plane: chunks between slots and Redis; every call is answered.
 
 Each data server is a `DataNode` with threads and connections of its own: readers, writers, one
@@ -29,6 +30,7 @@ from lmcache_redis import native
 from lmcache_redis.chunks.frame import STORE_ID_BYTES, ChunkFrame
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.chunks.names import claim_key, is_claim_key, stripe_key
+from lmcache_redis.errors import RedisError
 from lmcache_redis.resp.adding import add_each
 from lmcache_redis.resp.codecs import codec_of
 from lmcache_redis.resp.control import (
@@ -321,12 +323,14 @@ class RedisPlane:
     ) -> None:
         """The numbers under keys, after their amounts are added, after scans. Uses INCRBY.
 
-        A key expires ``ttl_s`` seconds after it is made. What of a server that has not answered was
-        added is not known.
+        A key expires ``ttl_s`` seconds after it is made.
         """
 
-        def answer(outcome: CallOutcome, numbers: Sequence[int | None]) -> None:
-            done(NumbersResult(outcome, numbers if outcome is CallOutcome.DONE else ()))
+        def answer(outcome: CallOutcome, found: Sequence[int | RedisError | None]) -> None:
+            numbers = [each if isinstance(each, int) else None for each in found]
+            refused = [isinstance(each, RedisError) for each in found]
+            is_done = outcome is CallOutcome.DONE
+            done(NumbersResult(outcome, numbers, refused) if is_done else NumbersResult(outcome))
 
         steps = partial(add_each, amounts, ttl_s, self._nodes.note)
         self._nodes.ask_for_each(

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which keys a server uses most, for agents with `--warm-bytes`.
 
 A SCAN finds the keys, and OBJECT says how often each is used under an LFU policy, else since when
@@ -17,8 +18,10 @@ from lmcache_redis.resp.control import STEP_KEYS, Steps, parse_scan
 from lmcache_redis.resp.net.wire import ErrorReply, error_of, pack_command
 from lmcache_redis.tiers import CallOutcome
 
-# Of all servers together. SCAN goes by a hash of the keys: the first ones are a sample.
-MOST_SCANNED = 1 << 20
+# Keys that SCANs go through, others' too, and those of them that are asked for, at all servers
+# together. SCAN goes by a hash of the keys: the first ones are a sample.
+MOST_SCANNED = 1 << 22
+MOST_ASKED = 1 << 20
 
 
 class RankedKeys(NamedTuple):
@@ -40,22 +43,28 @@ class MostUsed:
         self._prefixes = tuple(prefixes)
         self._suffix = suffix
         self._limit = limit
-        self._left = MOST_SCANNED
+        self._left_steps = MOST_SCANNED // STEP_KEYS
+        self._left_keys = MOST_ASKED
         self._lock = threading.Lock()
         self._heap: list[tuple[int, bytes]] = []  # the least used first
+
+    def may_scan(self) -> bool:
+        """Whether to look for more keys, with one SCAN. MATCH hides what it has passed."""
+        with self._lock:
+            self._left_steps -= 1
+            return self._left_steps >= 0 and self._left_keys > 0
 
     def wanted(self, keys: Sequence[bytes]) -> list[bytes]:
         return [k for k in keys if k.startswith(self._prefixes) and k.endswith(self._suffix)]
 
-    def add(self, keys: Sequence[bytes], uses: Sequence[int | None]) -> bool:
-        """uses: higher is more; None: it is gone. Whether to look for more keys."""
+    def add(self, keys: Sequence[bytes], uses: Sequence[int | None]) -> None:
+        """uses: higher is more; None: it is gone."""
         with self._lock:
-            self._left -= len(keys)
+            self._left_keys -= len(keys)
             for key, use in zip(keys, uses, strict=True):
                 if use is not None:
                     add = heapq.heappush if len(self._heap) < self._limit else heapq.heappushpop
                     add(self._heap, (use, key))
-            return self._left > 0
 
     def refuse(self, reply: ErrorReply) -> None:
         with self._lock:
@@ -71,7 +80,7 @@ class MostUsed:
 def walk_uses(pattern: bytes, found: MostUsed) -> Steps[None]:
     """SCAN a server for keys that match, and ask how much those are used that are wanted."""
     ask, cursor = _ask_frequency, b""
-    while cursor != b"0":
+    while cursor != b"0" and found.may_scan():
         words = ("MATCH", pattern, "COUNT", STEP_KEYS, "TYPE", "string")
         connection = yield (pack_command("SCAN", cursor or b"0", *words),), 1
         (reply,) = connection.receive_all()
@@ -88,8 +97,7 @@ def walk_uses(pattern: bytes, found: MostUsed) -> Steps[None]:
         if isinstance(uses, ErrorReply):
             found.refuse(uses)
             return
-        if not found.add(keys, uses):
-            return
+        found.add(keys, uses)
 
 
 def _ask_frequency(key: bytes) -> bytes:

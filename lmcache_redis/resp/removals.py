@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evictions and expiries, from the keyspace notifications of servers.
 
 A server tells what `notify-keyspace-events` names: E with e (evicted), x (expired), g (removed by a

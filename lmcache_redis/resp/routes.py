@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From keys to nodes, and where a redirection leads. Decisions without I/O.
 
 A Redis Cluster has 16,384 slots; a key's slot is CRC16 of the key, or of its part between the first

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whom to ask where the data is, and whom to believe. Pure: no clock, no network.
 
 Sources are Sentinels, or nodes of a cluster. A round asks one after another until it is settled. As
@@ -283,20 +284,34 @@ class Sources:
     def _confirm(self) -> None:
         """No news. The map may be the same, with a newer epoch or less doubt."""
         assert self.belief is not None
-        # An older epoch counts after a doubt of before, and not after one of this round.
-        had_doubt = self.belief.doubt
-        for answer in self.answers.values():
-            if answer.map == self.belief.map and (
-                _is_newer(answer, self.belief)
-                or (had_doubt and self.belief.doubt and not answer.doubt)
-            ):
-                if _is_newer(self.belief, answer):
-                    self._epoch_is_known()  # an older one, now
-                self.belief = answer
+        same = [each for each in self.answers.values() if each.map == self.belief.map]
+        confirmed = _confirmed(self.belief, same)
+        if _is_newer(self.belief, confirmed):
+            self._epoch_is_known()  # an older one, now
+        self.belief = confirmed
         self.teller = next(self._tellers(self.belief.map), self.teller)
 
     def _tellers(self, server_map: ServerMap) -> Iterator[Endpoint]:
         return (each for each, answer in self.answers.items() if answer.map == server_map)
+
+
+def _confirmed(belief: Answer, same: Sequence[Answer]) -> Answer:
+    """What is believed after answers with the same map, in any order.
+
+    Who is sure comes first, unless its epoch is older. That counts after a doubt of before, if
+    nobody says a newer one.
+    """
+    sure = [each for each in same if not each.doubt]
+    latest = [each for each in sure if not _is_newer(belief, each)]
+    newer = [each for each in same if _is_newer(each, belief)]
+    some = latest or newer or sure
+    found = max(
+        some,
+        key=lambda each: (-1 if each.epoch is None else each.epoch, each.doubt),
+        default=belief,
+    )
+    has_lost_doubt = belief.doubt and not found.doubt
+    return found if has_lost_doubt or _is_newer(found, belief) else belief
 
 
 def _is_newer(one: Answer, other: Answer) -> bool:

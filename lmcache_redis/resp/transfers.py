@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks in flight: what their stripes are sent as, and what follows from the end of each.
 
 **From Redis into slots.** Stripes are taken from one queue in chunk order, so that the stripes of a
@@ -5,7 +6,7 @@ chunk arrive over all connections at once. One GET is outstanding on each: a ser
 queue copies of values is slower. A chunk is LOADED if all its stripes are good and of one store. A
 reader deletes nothing: whoever computes the chunk that it missed stores it again.
 
-**From slots into Redis.** StripeIO 0 is stored last and makes the chunk visible. While the last
+**From slots into Redis.** Stripe 0 is stored last and makes the chunk visible. While the last
 stripes of one chunk are acknowledged, those of the next are sent: waiting costs no round trip. One
 thread sends all stripes of a chunk that go to one server.
 
@@ -171,11 +172,11 @@ class Gets(Transfers):
     def pack(self, task: StripeTask) -> Packed:
         job, index = task
         # A server that takes no writes takes no GETEX either.
-        refreshes = self._options.ttl_refresh and self._server.refusal is None
+        refreshes = self._options.ttl_refresh and job.chunk.is_asked_for
+        ttl_s = self._options.ttl_s if refreshes and self._server.refusal is None else 0
         stripe = StripeIO.of(job.chunk, index)
         nbytes = HEADER_BYTES + self.codec.stored_bytes(stripe.payload.nbytes)
         expected = value_head(nbytes) + self.codec.expected(stripe)
-        ttl_s = self._options.ttl_s if refreshes else 0
         return get_command(stripe.key, ttl_s), expected, stripe.payload, b""
 
     def unpacked(self, done: Results) -> Iterator[Sequence[tuple[StripeTask, Found]]]:

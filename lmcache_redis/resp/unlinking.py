@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The removal of a chunk: UNLINK of stripe 0, which hides it, then of the others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sealed values: XAES-256-GCM over the payload of each stripe (docs/internals/security.md).
 
 The seal is the last 48 bytes of a stripe's header:

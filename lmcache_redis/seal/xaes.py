@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """XAES-256-GCM: AES-256-GCM with nonces of 192 bits, https://c2sp.org/XAES-256-GCM.
 
 A nonce of 192 bits may be drawn at random for every message, by any number of processes that share

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """For authors of a tier: tests of every promise of `tiers.Tier`, and a tier to try caches with.
 
 tier_contract   `TierContract`: a class of tests to inherit from, for pytest

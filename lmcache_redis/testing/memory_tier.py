@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tier in the process's own memory: it answers at once, can be taken down, and damaged."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A test for each promise of `tiers.Tier`. Inherit from `TierContract`, and let pytest collect it:
 
     class TestMyTier(TierContract):

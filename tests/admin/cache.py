@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks as an agent writes them, put into a server without an agent."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server shared by tests that leave its settings alone, and clients of it."""
 
 from __future__ import annotations

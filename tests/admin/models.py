@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configs of models, as transformers' classes write them, with dimensions that were published.
 
 The classes are named, not imported: transformers takes seconds to import.

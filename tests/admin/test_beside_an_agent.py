@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a real agent stored is seen whole, removed, missed without a fault, and stored again."""
 
 from __future__ import annotations

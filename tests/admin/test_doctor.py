@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole diagnosis of a real server, and that it leaves nothing behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is seen of a server, with all rights and with hardly any."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `doctor` finds of GPUs: rules, and the facts that the driver of the tests shows."""
 
 from __future__ import annotations

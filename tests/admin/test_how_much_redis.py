@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table and the example of docs/how-much-redis.md are what `size` says."""
 
 from __future__ import annotations

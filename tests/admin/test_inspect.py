@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is said about a key and about the cache, and that nothing changes by asking."""
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from typing import Any
 import pytest
 
 from lmcache_redis.admin.inspect import ChunkReport, ChunkVerdict, explain, summarise
-from lmcache_redis.admin.names import printable
 from lmcache_redis.admin.purge import Selection, choose
 from lmcache_redis.admin.report import as_json, chunk_lines, summary_lines
 from lmcache_redis.admin.server import PrimaryServers, open_server
@@ -19,6 +19,7 @@ from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.seal import SealKeys
+from lmcache_redis.units import printable
 from tests.admin.cache import STORED_UNIX_MS, Cached, age, everything
 from tests.servers import RedisServer
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys in all the ways people have them; layouts and ages as they are typed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `doctor` finds on a node: rules, and the facts of real processes."""
 
 from __future__ import annotations

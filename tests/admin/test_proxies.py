@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tools where a proxy answers, which lacks commands or answers them itself."""
 
 from __future__ import annotations

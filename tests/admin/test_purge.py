@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is chosen, what is removed, and above all what is not."""
 
 from __future__ import annotations

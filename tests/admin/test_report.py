@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What programs read: the fields of every report, by name and in order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rights of users, tried over real servers, in a cluster and behind a Sentinel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the doctor says of each fact: a table, and what holds for all of it."""
 
 from __future__ import annotations

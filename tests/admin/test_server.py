@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a server is reached, and what is said where it is not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a part takes of a real server's memory is what `size` says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which chunks are found, what their stripes are, and that looking changes nothing."""
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lmcache_redis.admin.stripes import (
     verify_payload,
 )
 from lmcache_redis.chunks.frame import HEADER_BYTES, describe_header
-from lmcache_redis.chunks.names import account_key, claim_key
+from lmcache_redis.chunks.names import account_keys, claim_key
 from tests.admin.cache import PAYLOAD_BYTES, Cached, age
 
 CHUNK = Cached(3)
@@ -135,7 +136,7 @@ def test_every_chunk_is_found_once(server: PrimaryServers, client: Any) -> None:
     client.set("lmcr1:other", "x")
     client.set("unrelated", "x")
     client.set(claim_key(CHUNK.name.chunk_key, b""), "")
-    client.set(account_key("team", 1, b""), 1)
+    client.set(*account_keys("team", (1,), b""), 1)
     found = survey(server, b"")
     assert found.chunks.keys() == chunks.keys()
     assert all(seen.indexes == [0, 1, 2] for seen in found.chunks.values())

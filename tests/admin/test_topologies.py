@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same over TLS, by way of a Sentinel, and in a cluster, where every node is asked."""
 
 from __future__ import annotations

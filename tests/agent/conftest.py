@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Redis and an agent for each test."""
 
 from __future__ import annotations

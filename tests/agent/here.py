@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An agent whose loop is a thread of this process, so that a test sees its objects."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An agent's handlers, and an engine whose workers join when a test says so."""
 
 from __future__ import annotations

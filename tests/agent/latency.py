@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A TCP proxy that forwards everything later: a link that is long, not narrow."""
 
 from __future__ import annotations

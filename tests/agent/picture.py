@@ -1,18 +1,24 @@
-"""Takes docs/images/page.png: the page of a real agent, after so many minutes of a small load.
+# SPDX-License-Identifier: Apache-2.0
+"""Takes docs/images: the page and `top` of an agent, after minutes of a small load.
 
 python -m tests.agent.picture [MINUTES]
 """
 
 from __future__ import annotations
 
+import io
 import random
+import re
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 from PIL import Image
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
 
+from lmcache_redis.cli.shown import frame
 from tests.browser import Browser
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.scraping import port_in
@@ -20,12 +26,17 @@ from tests.servers import RedisServer
 
 PICTURE = Path(__file__).parent.parent.parent / "docs" / "images" / "page.png"
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-_SIZE = (1120, 1700)
+_SIZE = (1120, 1780)
 _NEW = 0.3  # of the prompts
 _BLOCKS = range(64)
 # A host pool that holds a part of the documents.
 _POOL_BYTES = 12 << 20
 _TOKEN_S = 1 / 4000
+_TOP_S = 5.0
+# With a font of the reader's machine.
+_SVG = re.sub(r"@font-face {{.*?}}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(
+    "Fira Code", "DejaVu Sans Mono"
+)
 
 
 def main(minutes: float = 60.0) -> None:
@@ -35,12 +46,19 @@ def main(minutes: float = 60.0) -> None:
         with (
             RedisServer(directory) as redis,
             AgentServer(
-                directory / "agent", redis.unix_url, metrics="127.0.0.1:0", expose_requests=True,
+                directory / "agent", redis.unix_url, metrics="127.0.0.1:0",
                 pool_bytes=_POOL_BYTES, canary_every=1000,
             ) as agent,
             Engine(agent.endpoint, model_name=MODEL, num_blocks=len(_BLOCKS) + 8) as engine,
         ):  # fmt: skip
             serve(engine, time.monotonic() + 60 * minutes)
+            before = agent.status()
+            serve(engine, time.monotonic() + _TOP_S)
+            shown = Console(record=True, width=80, file=io.StringIO())
+            shown.print(frame(before, agent.status()))
+            PICTURE.with_name("top.svg").write_text(
+                shown.export_svg(title="lmcache-redis top", code_format=_SVG)
+            )
             agent.wait_idle()
             browser.screenshot(f"http://127.0.0.1:{port_in(agent.log)}/", PICTURE, size=_SIZE)
     with Image.open(PICTURE) as picture:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Doubles for what a job uses: a device and the parts of the agent."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An agent that runs out of file descriptors goes on serving those whom it knows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Redis lost is written again: nothing that is believed of it lasts."""
 
 from __future__ import annotations

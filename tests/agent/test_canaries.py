@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Canaries at a real agent: what agrees, what differs, and what follows from it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A clear removes the chunks of one epoch of one layout from the pool and, if it can, the tiers."""
 
 from __future__ import annotations

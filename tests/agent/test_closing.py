@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Threads that close memory: what is overdue, and what a close that does not return holds up."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The copy threads: which copies wait for which, and what a device that hangs blocks."""
 
 from __future__ import annotations

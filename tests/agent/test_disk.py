@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The disk tier of an agent: chunks are loaded from files, whatever the state of Redis."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent and the library's backends read and write the same chunks, on disk and in Redis."""
 
 from __future__ import annotations

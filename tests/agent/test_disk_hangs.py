@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A disk that does not answer: Redis is asked instead until it does.
 
 Files are replaced by FIFOs: opening one for reading blocks until it is opened for writing, as on

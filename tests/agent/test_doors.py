@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers that name memory of others, take back their memory, or send too much."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent's own Redis: a real server, its limits, its end, and the errors without one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Prometheus and a probe get from a real agent."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers and agents that are killed, stopped, full or faulty: misses in time, and recovery."""
 
 from __future__ import annotations
@@ -279,7 +280,7 @@ def test_hashes_of_different_lengths_are_refused(agent: AgentServer) -> None:
         assert call.wait(SLACK_S)
         assert isinstance(call.answer, m.Failure)
         assert call.answer.code == m.BAD_MESSAGE
-        assert "different lengths" in call.answer.reason
+        assert "differ in length" in call.answer.reason
 
 
 def test_garbage_on_the_wire_harms_no_one_else(agent: AgentServer, stored: Engine) -> None:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole agents over the driver of the tests: what they keep when either side dies, hangs or fails.
 
 Delays are random; the seed is in the name of each test, or printed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is hardest on the order of copies, with whole agents over the driver of the tests.
 
 Every byte that should change is compared, and every byte around. Beside these: engines that

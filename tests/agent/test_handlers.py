@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which questions are answered, to whom, and what is refused."""
 
 from __future__ import annotations

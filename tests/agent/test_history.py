@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the agent keeps of requests, and what it says of their misses."""
 
 from __future__ import annotations

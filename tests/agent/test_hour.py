@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hour that an agent keeps for its page, and how it is drawn."""
 
 from __future__ import annotations

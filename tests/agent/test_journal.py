@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one scheduler has not been told yet."""
 
 from __future__ import annotations

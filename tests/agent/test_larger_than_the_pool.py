@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts whose chunks do not fit into the host pool: the engine's retrieve loads the rest."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An agent that is frozen during a copy and continues late writes to no freed block."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An agent that is stopped in the middle of a copy and continues after the lease expired."""
 
 from __future__ import annotations

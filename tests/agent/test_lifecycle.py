@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines that fall silent, leave or come back: when the agent keeps their memory mapped.
 
 With CPU memory, which an agent maps as it opens a GPU's: the kind of memory makes no difference to

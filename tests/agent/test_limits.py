@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of Redis a tenant may have written: two agents share its account, and time frees it."""
 
 from __future__ import annotations
@@ -42,18 +43,21 @@ class PlayedPlane:
     ) -> None:
         self.asked.append((keys, amounts, ttl_s, done))
 
-    def answer(self, *, is_up: bool = True, lost: int | None = None) -> None:
-        """lost: the place of a key whose server has not answered."""
+    def answer(
+        self, *, is_up: bool = True, lost: int | None = None, refused: int | None = None
+    ) -> None:
+        """lost: the place of a key whose server has not answered. refused: of one that refuses."""
         keys, amounts, _, done = self.asked.pop()
         if not is_up:
             done(NumbersResult(CallOutcome.UNAVAILABLE))
             return
         found: list[int | None] = []
         for place, key in enumerate(keys):
-            if place != lost:
+            if place not in (lost, refused):
                 self.numbers[key] = self.numbers.get(key, 0) + amounts.get(key, 0)
-            found.append(None if place == lost else self.numbers[key])
-        done(NumbersResult(CallOutcome.DONE, found))
+            found.append(None if place in (lost, refused) else self.numbers[key])
+        refusals = [place == refused for place in range(len(keys))]
+        done(NumbersResult(CallOutcome.DONE, found, refusals))
 
 
 class Played:
@@ -127,20 +131,54 @@ def test_what_agents_add_is_read_by_the_others() -> None:
     assert sum(plane.numbers.values()) == 110, "nothing is added twice"
 
 
-def test_what_is_not_known_is_not_full_and_is_added_later() -> None:
+def test_an_account_that_was_never_read_is_not_full() -> None:
     here = Played("*=100")
     here.limits.stored("team", 500)
     assert here.limits.why_not("team") is None
-    here.exchange(is_up=False)
+    here.exchange(lost=3)  # of an earlier bucket: the sum is not known, but it was added
     assert here.limits.used_by("team") is None
-    here.exchange(lost=3)  # of an earlier bucket: nothing is known, but it was added
-    assert sum(here.plane.numbers.values()) == 500
     here.limits.why_not("team")
     here.exchange()
     assert here.limits.used_by("team") == 500
     assert here.limits.why_not("team") is not None
-    here.exchange(is_up=False)
-    assert here.limits.why_not("team") is not None, "what was known last"
+
+
+@pytest.mark.parametrize("how", [{"is_up": False}, {"lost": 0}, {"lost": 3}, {"refused": 0}])
+def test_what_was_known_last_holds(how: dict[str, Any]) -> None:
+    """One silent shard, a server that refuses, or none at all: no limit is lifted."""
+    here = Played("*=100")
+    here.limits.why_not("team")
+    here.exchange()
+    here.limits.stored("team", 60)
+    for _ in range(3):
+        here.limits.why_not("team")
+        here.exchange(**how)
+    assert here.limits.used_by("team") == 60
+    here.limits.stored("team", 60)
+    assert here.limits.why_not("team") is not None
+    here.exchange(**how)
+    assert here.limits.used_by("team") == 120
+    assert here.limits.why_not("team") is not None
+
+
+def test_a_lost_addition_is_given_up_a_refused_one_is_not() -> None:
+    here = Played("*=100")
+    here.limits.stored("team", 60)
+    for _ in range(3):
+        here.exchange(refused=0)
+    assert sum(here.plane.numbers.values()) == 0
+    here.exchange()
+    assert here.limits.used_by("team") == sum(here.plane.numbers.values()) == 60
+    here.limits.stored("team", 7)
+    here.limits._timer._fire()
+    (keys, amounts, _, done) = here.plane.asked.pop()
+    here.plane.numbers[keys[0]] += amounts[keys[0]]
+    done(NumbersResult(CallOutcome.TIMED_OUT))
+    here.loop.run_posted()
+    for _ in range(3):
+        here.limits.why_not("team")
+        here.exchange()
+    assert here.limits.used_by("team") == 67
 
 
 @pytest.mark.parametrize(("ttl_s", "period_s"), [(0, DAY_S), (3600, 3600), (1, BUCKETS)])
@@ -233,6 +271,36 @@ def test_two_agents_share_an_account(tmp_path: Path, redis_server: RedisServer) 
         wait_until(lambda: (used(first, "team") or 0) >= 2 * nbytes, what="what the second wrote")
         store(of_first, "fifth")
         assert first.counter("drop_quota") == 2
+
+
+@pytest.mark.servers
+def test_only_redis_is_withheld_and_who_has_room_brings_it(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    how = {"tenant_bytes": "full=1", "disk_path": tmp_path / "disk", "disk_size": "64MiB"}
+    with (
+        AgentServer(tmp_path / "a", redis_server.unix_url, **how) as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        engine.tenant = "full"
+        store(engine, "first")
+        wait_until(lambda: used(agent, "full"), what="its account")
+        prompt = block_hashes("second", 8)
+        for stored, present in ((2, 0), (2, 2)):
+            engine.lookup("second", prompt)
+            engine.store("second", prompt, range(8))
+            (request,) = ControlClient(agent.endpoint, 10).why("second", 1)["requests"]
+            found = [request["parts"][each] for each in ("stored", "present", "dropped")]
+            assert found == [stored, present, 0]
+        assert engine.lookup("again", prompt) == 128, "from the host pool"
+        wait_until(lambda: agent.counter("disk_stored_chunks") == 4, what="both on the disk")
+        assert (agent.counter("stored_chunks"), agent.counter("drop_quota")) == (2, 2)
+        engine.tenant = "another"
+        engine.store("third", prompt, range(8))
+        wait_until(lambda: agent.counter("stored_chunks") == 4, what="who has room")
+        tenants = agent.status()["tenants"]
+        assert (tenants["full"]["dropped_chunks"], tenants["another"]["dropped_chunks"]) == (2, 0)
+        assert tenants["another"]["stored_bytes"] == tenants["full"]["stored_bytes"] > 0
 
 
 @pytest.mark.servers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lookups: the first of a fresh agent waits for work in progress, until its deadline."""
 
 from __future__ import annotations

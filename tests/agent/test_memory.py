@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An agent and its engines free what they make without the garbage collector, faults included."""
 
 from __future__ import annotations

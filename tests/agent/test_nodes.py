@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines of several nodes: two agents that share a Redis, and one rank of an engine at each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where no canary can run, `status` and `why` say so, with figures."""
 
 from __future__ import annotations

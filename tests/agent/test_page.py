@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page at `/` of `--metrics`: of documents, and of a real agent in a real browser."""
 
 from __future__ import annotations
@@ -6,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import fields
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ import pytest
 from lmcache_redis.agent.reports.history import MINUTES, Minute
 from lmcache_redis.agent.reports.page import HEADERS, page
 from lmcache_redis.agent.sessions import FirstMiss, PastLookup, PastRequest
+from lmcache_redis.agent.uses import TenantUse
 from lmcache_redis.metrics import COUNTERS
 from lmcache_redis.metrics.exporter import OwnerCollector, serve_metrics
+from lmcache_redis.tenants import NONE, OTHER
 from tests.browser import Browser
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.scraping import port_in
@@ -70,6 +74,29 @@ class Text(HTMLParser):
 
 def shown(**changed: Any) -> str:
     return Text(page({**STATUS, **changed}, HOUR, [], NOW_S, False)).text
+
+
+def tenant(tokens: int) -> dict[str, Any]:
+    use = {each.name: tokens for each in fields(TenantUse)} | {"saved_untimed_tokens": 0}
+    return use | {"saved_prefill_s": float(tokens), "limit_bytes": None, "used_bytes": None}
+
+
+def test_the_largest_tenants_have_a_row_each_and_the_rest_one() -> None:
+    tenants = {f"t{tokens}": tenant(tokens) for tokens in range(25, 0, -1)}
+    assert "Tenants" not in shown(tenants={NONE: tenant(1)})
+    assert OTHER not in shown(tenants=tenants).split("Tenants")[0]
+    few = shown(tenants=dict([*tenants.items()][:20]))
+    assert "t6 100 % 6 6 6.00 s 6 bytes 6 bytes" in few
+    assert "other 100 %" not in few
+    many = shown(tenants=tenants)
+    assert "t6 100 % 6 6 6.00 s 6 bytes 6 bytes other 100 % 15 15 15.0 s 15 bytes 15 bytes" in many
+    assert "t5 " not in many
+    forgotten = shown(tenants={**tenants, OTHER: tenant(100)})
+    assert (
+        "t6 100 % 6 6 6.00 s 6 bytes 6 bytes other 100 % 115 115 115 s 115 bytes 115 bytes"
+        in forgotten
+    )
+    assert "other 100 % 100" in shown(tenants={"t": tenant(1), OTHER: tenant(100)})
 
 
 def test_it_says_what_the_cache_is_worth() -> None:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Store, lookup and retrieve through a real agent and a real Redis, with bytes compared."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which workers serve which scheduler."""
 
 from __future__ import annotations

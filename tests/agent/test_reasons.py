@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Redis that is up and of no use: every face of the agent says why, and stops when it works."""
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Place:
         return dict(self.agent.status()["redis"])
 
     def status_text(self) -> str:
-        return " ".join(text for _, text, _ in rows(self.agent.status()))
+        return "\n".join(f"{label} {text}" for label, text, _ in rows(self.agent.status()))
 
     def why(self) -> str:
         return "\n".join(request_lines(ControlClient(self.agent.endpoint, 10).why("", 1), 0.0))

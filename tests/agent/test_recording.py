@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--record`: the lines of a real agent, their bounds, and a disk that takes none."""
 
 from __future__ import annotations

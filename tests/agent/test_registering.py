@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Registrations of one worker take effect one after the other, and leave nothing mapped."""
 
 from __future__ import annotations

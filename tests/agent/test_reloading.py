@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reloading: which settings a running agent takes from its file, and what it refuses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Redis evicts and expires is told to schedulers, and what was missed is found again."""
 
 from __future__ import annotations

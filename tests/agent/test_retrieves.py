@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Retrieves with a double of a device: the answers, and the release of pins."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What loads have saved: the arithmetic, and what a real agent counts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An agent with seal keys: hits as ever, and nothing of a prompt in Redis."""
 
 from __future__ import annotations

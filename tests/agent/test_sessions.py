@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sessions: the pins that they hold, each released once."""
 
 from __future__ import annotations

@@ -1,13 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--store-after N`: chunks are written to the tiers once N requests have named them."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
+from lmcache_redis.agent import peers
 from lmcache_redis.agent import sights as module
 from lmcache_redis.agent.sights import ChunkSights
+from tests.agent.here import AgentHere
 from tests.agent.test_history import explained
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
@@ -49,6 +53,26 @@ def test_it_forgets_the_oldest_and_takes_no_chunk_for_another(
     sights.see("later", "model", others)  # far more than it holds
     assert sum(sights.count("model", each) for each in some) < 0.1 * len(some)
     assert sights.count("model", others[0]) == 1  # the chunks of a prompt are seen from the end
+
+
+def test_requests_that_take_turns_count_once() -> None:
+    sights, requests = ChunkSights(3), ("first", "second")
+    for _ in ("lookup", "store of one rank", "store of another", "lookup after a preemption"):
+        for request in requests:
+            assert sights.see(request, "model", [b"a", b"b"]) == []
+    assert sights.count("model", b"a") == 2
+    assert sights.see("third", "model", [b"a", b"b"]) == [b"a", b"b"]
+
+
+def test_of_requests_the_latest_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_NAMED", 10)
+    sights = ChunkSights(2)
+    for request in range(20):
+        sights.see(request, "model", [b"%d %d" % (request, n) for n in range(4)])
+    assert [*sights._named] == [18, 19]
+    sights.see(18, "model", [b"%d" % n for n in range(30)])
+    assert [*sights._named] == [18], "the request itself"
+    assert sights._all_named == 34
 
 
 def test_many_requests_do_not_overflow() -> None:
@@ -104,6 +128,28 @@ def test_a_chunk_is_written_when_a_second_request_names_it(tmp_path: Path) -> No
         assert (counters["gathered_chunks"], counters["drop_admission"]) == (4, 4)
         ask(engine, "third", hashes)
         assert settled(agent)["stored_chunks"] == 4
+
+
+@pytest.mark.servers
+def test_what_is_released_waits_for_the_first_token_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the engine computes on the agent's cores."""
+    hashes = block_hashes("prompt", 16)
+    monkeypatch.setattr(peers, "_FIRST_TOKEN_FIRST_S", 600.0)
+    with (
+        RedisServer(tmp_path) as redis,
+        AgentHere(tmp_path / "agent", redis.unix_url, store_after=2) as here,
+        Engine(here.endpoint) as engine,
+    ):
+        cache = here.agent.cache
+        assert ask(engine, "first", hashes) == 0
+        wait_until(lambda: here.counter("drop_admission") == 4, "the chunks")
+        assert ask(engine, "second", hashes) == 4
+        wait_until(lambda: cache.backlog == 4 or here.counter("stored_chunks"), "the writes")
+        due_s = [write.due_s for write in cache.queues[-1]._writes.values()]
+        assert len(due_s) == 4
+        assert min(due_s) > time.monotonic() + 300
 
 
 @pytest.mark.servers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lookups and stores where the server is far, behind a narrow link, busy, full or stopped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this machine refuses an agent at its start is one sentence, and leaves nothing behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGTERM: nothing new begins, and what is under way ends. Requests are answered meanwhile."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stores with a double of a device: the answers, and what is pinned, cached and released."""
 
 from __future__ import annotations

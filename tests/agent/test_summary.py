@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The line that an agent logs once a minute, and the lines that it does not log."""
 
 from __future__ import annotations

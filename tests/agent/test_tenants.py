@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose requests they are: every face of an agent says it, and no salt."""
 
 from __future__ import annotations

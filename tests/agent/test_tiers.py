@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An agent tells from where the chunks of a hit come."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent with a cluster and with Sentinel: the same path of a chunk."""
 
 from __future__ import annotations

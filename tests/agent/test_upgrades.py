@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rolling upgrades: agents and engines of neighbouring versions of the protocol.
 
 Another version is a process whose every message has the preamble of that version. It does not

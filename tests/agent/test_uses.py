@@ -1,10 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tenants have asked for: bounded, and counters that never fall."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import cast
 
+import pytest
+
+from lmcache_redis.agent.limits import TenantLimits
 from lmcache_redis.agent.reports.exported import tenants_of
 from lmcache_redis.agent.uses import MOST_KEPT, MOST_ROWS, Tenants
 from lmcache_redis.tenants import NONE, OTHER
@@ -92,3 +97,27 @@ def test_a_loss_of_seconds_is_taken_from_later_savings() -> None:
         seen.append(metric.samples[0].value)
     assert seen == [5.0, 5.0, 5.0, 7.0]
     assert tenants.report()[NONE]["saved_prefill_s"] == 7.0
+
+
+class FullLimits:
+    """Of the tenants that have no room."""
+
+    def why_not(self, tenant: str) -> str | None:
+        return "full" if tenant.startswith("full") else None
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "payer"),
+    [
+        ("", "team", "team"),
+        ("team", "another", "team"),
+        ("full", "team", "team"),
+        ("full", "full too", "full"),
+        ("team", "full", "team"),
+        ("full", NONE, NONE),
+    ],
+)
+def test_who_has_room_pays(first: str, other: str, payer: str) -> None:
+    tenants = Tenants()
+    tenants.limits = cast(TenantLimits, FullLimits())
+    assert tenants.payer(first, other) == payer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--warm-bytes` with real servers: what a new agent's host pool is filled with."""
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.resp import RedisOptions
+from lmcache_redis.resp import RedisOptions, ranking
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.resp.ranking import RankedKeys
 from lmcache_redis.tiers import CallOutcome
@@ -175,3 +176,23 @@ def test_without_frequencies_the_last_uses_count(
         *(key for key in keys if key.startswith(b"lmcr1:warm 7")),
     }
     assert ranked(plane, [b"lmcr1:nothing"]).keys == []
+
+
+def test_keys_of_others_are_not_gone_through_without_end(
+    own_server: RedisServer,
+    plane_of: Callable[[str], RedisPlane],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with own_server.client() as client:
+        client.mset({f"of others {number}": "x" for number in range(10_000)})
+        monkeypatch.setattr(ranking, "MOST_SCANNED", 2 * ranking.STEP_KEYS)
+        plane = plane_of(own_server.unix_url)
+        client.config_resetstat()
+        assert ranked(plane, [b"lmcr1:warm"]) == RankedKeys(CallOutcome.DONE, [], "")
+        assert client.info("commandstats")["cmdstat_scan"]["calls"] == 2
+        client.mset({stripe_key(b"lmcr1:warm %d" % number, 0): "x" for number in range(10_000)})
+        monkeypatch.setattr(ranking, "MOST_SCANNED", 1 << 20)
+        monkeypatch.setattr(ranking, "MOST_ASKED", 1)
+        client.config_resetstat()
+        assert len(ranked(plane, [b"lmcr1:warm"], 1000).keys) < 1000
+        assert client.info("commandstats")["cmdstat_scan"]["calls"] < 10

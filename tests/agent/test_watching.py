@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A scheduler that watches is told which chunks its agent wrote, loaded, evicted and missed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A chunk that a canary has found wrong leaves Redis, whatever the agent may do or Redis does."""
 
 from __future__ import annotations

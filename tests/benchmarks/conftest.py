@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server for the tests of the benchmark."""
 
 from __future__ import annotations

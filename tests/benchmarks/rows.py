@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows as a run would give them, for tests of what is made of rows."""
 
 from __future__ import annotations

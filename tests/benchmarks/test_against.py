@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This commit beside another one, in turns, in repositories with a benchmark of the test's own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmarks of an agent, small: every case has its row and its fields."""
 
 from __future__ import annotations

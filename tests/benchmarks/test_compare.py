@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which settings are compared, with what target, and what the tables say."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """First contact, rehearsed over the driver of the tests: whatever ends it, its figures are kept."""
 
 from __future__ import annotations

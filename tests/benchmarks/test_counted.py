@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of the driver that a chunk takes, counted without one."""
 
 from __future__ import annotations

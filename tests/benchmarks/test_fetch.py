@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is taken from LMCache's wheel, and where it is looked for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gateway's benchmark, small: our own server always, LMCache's where it was fetched."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU benchmark on CPU tensors, small: everything but its figures and CUDA's own calls."""
 
 from __future__ import annotations

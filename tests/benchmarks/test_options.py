@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the command line makes of its words."""
 
 from __future__ import annotations

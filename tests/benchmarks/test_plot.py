@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plot is a PNG, whatever was left out."""
 
 from __future__ import annotations

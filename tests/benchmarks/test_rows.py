@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples become rows of medians, with exactly the fields that are promised."""
 
 from __future__ import annotations

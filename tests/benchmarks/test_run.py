@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole run, as small as can be: who takes part, what is measured, what is written."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slots cover a value exactly, begin on pages, and show what did not arrive."""
 
 from __future__ import annotations

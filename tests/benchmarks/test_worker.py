@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers against a real server: every client moves bytes, and none can hang the benchmark."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of working sets, without vLLM: prompts, rows, plot, words, and what cases start."""
 
 from __future__ import annotations

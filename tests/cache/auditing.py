@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The invariants of a host pool: all memory is free or held once, and all indexes agree."""
 
 from __future__ import annotations

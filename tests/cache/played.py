@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cache on the test's own loop, and tiers whose answers the test decides."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A simulated clock, a server behind a link, and an engine that asks for its prompts' prefixes.
 
 What decides is the product's: `PrefillRate` in the engine, `Computing`,

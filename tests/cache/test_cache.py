@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cache over a real Redis and a real directory: each chunk is found intact, or is a miss."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks that no engine asks for again leave every tier, whatever is in flight."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrong chunks: removed until that succeeds; before, not loaded and no reason to skip a store."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lookups of chunks with one part per group of layers: what they find, ask for and load."""
 
 from __future__ import annotations

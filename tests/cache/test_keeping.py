@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks that the host pool serves are kept in the tiers, which are asked behind the answer."""
 
 from __future__ import annotations

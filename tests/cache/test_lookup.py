@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefix lookups over tiers whose answers the test decides: pins and counters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The owner's loop: posts and timers run in order; an action that fails affects no other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rates of transfers, the queue of an engine, and which prefix is worth loading."""
 
 from __future__ import annotations

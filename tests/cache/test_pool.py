@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host pool against a simple model, and the arena's memory."""
 
 from __future__ import annotations

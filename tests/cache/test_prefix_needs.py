@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What prefixes need, against a reference that looks at every token and every prefix."""
 
 from __future__ import annotations

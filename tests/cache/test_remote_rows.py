@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lookups of engines of several nodes: rows whose parts other nodes load from the last tier."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which writes begin, and when: the scheduler alone, on a clock of the test's own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worker threads and the hang detector."""
 
 from __future__ import annotations

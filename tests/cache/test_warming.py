@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Filling a host pool before anybody asks: what comes first, what is given up, where it ends."""
 
 from __future__ import annotations
@@ -11,26 +12,34 @@ import pytest
 from lmcache_redis.cache import warming as module
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
+from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.warming import Warming
+from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
 from lmcache_redis.resp.ranking import RankedKeys
-from lmcache_redis.tier_kinds import REDIS
+from lmcache_redis.tier_kinds import DISK, REDIS
 from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
+    ExistsResult,
     ReadOutcome,
+    RemoveResult,
     ScanResult,
+    WriteOutcome,
 )
 from tests.cache.played import FORM, HASHES, PlayedTier, World
+from tests.harness import block_hashes
 
 CHUNK_SLOTS = FORM.stripe_count
+OTHER_RANK = ChunkForm.of(ChunkNames(bytes(32)), "test/model", 1, opaque_pages(160), 64)
 
 
 class Warmed:
     """A cache over a Redis that the test plays, and the warming of it."""
 
-    def __init__(self, slots: int = 64, size_bytes: int = 1 << 20) -> None:
-        self.redis = PlayedTier("Redis")
-        self.world = World([(self.redis, REDIS)], slots=slots)
+    def __init__(self, slots: int = 64, size_bytes: int = 1 << 20, has_disk: bool = False) -> None:
+        self.redis, self.disk = PlayedTier("Redis"), PlayedTier("disk", set())
+        tiers = [(self.disk, DISK), (self.redis, REDIS)]
+        self.world = World(tiers[not has_disk :], slots=slots)
         self.ranks: list[tuple[Sequence[bytes], Any]] = []
         self.warming = Warming(self.world.cache, self._rank, size_bytes)
         self.world.cache.warming = self.warming
@@ -38,11 +47,11 @@ class Warmed:
     def _rank(self, prefixes: Sequence[bytes], limit: int, deadline_s: float, done: Any) -> None:
         self.ranks.append((prefixes, done))
 
-    def rank(self, *hashes: bytes, refused: str = "") -> None:
+    def rank(self, *hashes: bytes, refused: str = "", form: ChunkForm = FORM) -> None:
         """Redis has ranked the chunks."""
         self.world.run(lambda: self.ranks)
         _, done = self.ranks.pop()
-        done(RankedKeys(CallOutcome.DONE, [FORM.key(each) for each in hashes], refused))
+        done(RankedKeys(CallOutcome.DONE, [form.key(each) for each in hashes], refused))
         self.world.run(lambda: not self.warming._is_ranking)
 
     def arrive(self, *jobs: ChunkIO, outcome: ReadOutcome = ReadOutcome.LOADED) -> None:
@@ -208,3 +217,152 @@ def test_a_server_that_does_not_tell_is_said_once(
     (said,) = caplog.messages
     assert said == "the host pool is not filled (--warm-bytes): Redis says: NOPERM"
     assert warmed.warming.report()["done"]
+
+
+def test_one_shard_that_does_not_tell_leaves_the_others(
+    warmed: Warmed, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    warmed.warming.warm([FORM])
+    warmed.rank(HASHES[0], refused="Redis says: NOPERM")
+    warmed.arrive_all()
+    first, last = caplog.messages
+    of_one = "filling the host pool with the most used of 1 chunks"
+    assert first == f"{of_one}; others are not known: Redis says: NOPERM"
+    assert "with 1 chunks" in last
+
+
+def test_what_a_round_has_loaded_is_told_of_it_alone(
+    warmed: Warmed, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for form, hashes in ((FORM, HASHES[:2]), (OTHER_RANK, HASHES[:1])):
+        warmed.warming.warm([form])
+        warmed.rank(*hashes, form=form)
+        warmed.arrive_all()
+    ends = [each.split(" chunks")[0] for each in caplog.messages if each.startswith("filled")]
+    assert ends == ["filled the host pool with 2", "filled the host pool with 1"]
+    assert warmed.warming.report()["chunks"] == 3
+
+
+def together(warmed: Warmed, hashes: Sequence[bytes]) -> list[ChunkIO]:
+    """Loads in flight at one time: the rate of Redis is known."""
+    rate = warmed.world.cache.rates[-1]
+    rate.begun(1 << 30, 0.0)
+    rate.ended(1 << 30, 0.001, arrived=True)
+    warmed.warming.warm([FORM])
+    warmed.rank(*hashes)
+    warmed.world.run(lambda: len(warmed.redis.read) == len(hashes))
+    return [*warmed.redis.read]
+
+
+def test_a_round_that_follows_at_once_gives_way_too(warmed: Warmed) -> None:
+    """Two loads end in one turn, and another rank waits to be ranked."""
+    jobs = together(warmed, HASHES[:2])
+    warmed.warming.warm([OTHER_RANK])
+    warmed.arrive(*jobs)
+    warmed.rank(*HASHES[:1], form=OTHER_RANK)
+    assert not warmed.warming.report()["done"]
+    warmed.world.run(lambda: warmed.redis.read)
+    (ours,) = warmed.redis.read
+    warmed.warming.give_way()
+    assert warmed.redis.cancelled == [ours]
+    warmed.arrive(ours, outcome=ReadOutcome.CANCELLED)
+    warmed.arrive_all()
+    assert warmed.warming.report()["chunks"] == 3
+
+
+@pytest.mark.parametrize("how", ["cleared", "removed"])
+def test_a_lookup_after_a_clear_stops_what_is_loaded(
+    warmed: Warmed, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """Or after a canary has found it wrong. Whoever waits for the chunk, too, is told."""
+    cache, told = warmed.world.cache, list[str]()
+    warmed.warming.warm([FORM])
+    warmed.rank(*HASHES[:1])
+    (ours,) = warmed.redis.read
+    entry = cache.pool.get(ours.key)
+    assert entry is not None
+    if how == "cleared":
+        cache.clear([ours.key])
+    else:
+        cache.remove(ours.key)
+    cache.pool.watch(entry, lambda: told.append("after"))
+    warmed.warming.give_way()
+    warmed.arrive(ours, outcome=ReadOutcome.CANCELLED)
+    assert told == ["after"]
+    assert not caplog.records, "no action has failed"
+    if how == "removed":
+        _, removed = warmed.redis.removed.pop()
+        removed(RemoveResult(CallOutcome.DONE, 1))
+    warmed.arrive_all()
+
+
+def test_a_lookup_that_begins_as_a_load_ends(
+    warmed: Warmed, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is begun by one who waits for the same chunk, and was told before."""
+    warmed.warming.warm([FORM])
+    warmed.rank(*HASHES[:1])
+    (ours,) = warmed.redis.read
+    entry = warmed.world.cache.pool.get(ours.key)
+    assert entry is not None
+    assert entry.watchers is not None
+    entry.watchers.insert(0, warmed.warming.give_way)
+    told: list[str] = []
+    warmed.world.cache.pool.watch(entry, lambda: told.append("after"))
+    warmed.arrive(ours)
+    assert told == ["after"]
+    assert not caplog.records, "no action has failed"
+    warmed.arrive_all()
+
+
+def test_chunks_of_an_epoch_that_has_ended_are_left_out(warmed: Warmed) -> None:
+    warmed.world.cache.clear([FORM.key(HASHES[1])], for_good=True)
+    warmed.warming.warm([FORM])
+    warmed.rank(*HASHES[:3])
+    warmed.arrive_all()
+    assert warmed.held == [HASHES[0], HASHES[2]]
+
+
+def test_what_nobody_asked_for_is_not_written_to_the_disk() -> None:
+    """And is no use of it; a lookup is both, from the host pool too."""
+    warmed = Warmed(has_disk=True)
+    jobs = together(warmed, HASHES[:2])
+    assert not any(each.is_asked_for for each in jobs)
+    warmed.arrive(*jobs)
+    assert warmed.warming.report()["done"]
+    assert not warmed.disk.written
+    taken: list[Entry] = []
+    request = LookupRequest([FORM], HASHES[:1], deadline_s=1e12)
+    lookup = PrefixLookup(
+        warmed.world.cache, request, lambda found: taken.extend(found.parts.take().values())
+    )
+    lookup.start()
+    warmed.world.run(lambda: warmed.disk.refreshed)
+    ((of_disk, kept),) = warmed.disk.refreshed
+    assert [key for key, _ in of_disk] == [jobs[0].key]
+    kept(ExistsResult(CallOutcome.DONE, [False]))
+    warmed.world.run(lambda: warmed.disk.written)
+    for write in warmed.disk.written:
+        warmed.disk.write_done(write, WriteOutcome.STORED)
+    warmed.turn()
+    for entry in taken:
+        warmed.world.cache.pool.unpin(entry)
+    warmed.world.close()
+
+
+def test_stale_keys_take_no_long_turn(warmed: Warmed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have their turn between them."""
+    turns: list[int] = []
+    level_of = warmed.world.cache.level_of
+    monkeypatch.setattr(module, "_MOST_A_TURN", 10)
+    monkeypatch.setattr(
+        warmed.world.cache, "level_of", lambda key: turns.append(1) or level_of(key)
+    )
+    warmed.redis.lookup = lambda key: False  # type: ignore[method-assign]
+    warmed.warming.warm([FORM])
+    warmed.rank(*block_hashes("stale", 100))
+    assert 0 < len(turns) <= 20
+    warmed.world.run(lambda: warmed.warming.report()["done"])
+    assert len(turns) == 100

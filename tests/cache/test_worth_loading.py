@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lookups over simulated links and engines, on a clock of their own, against computing alone.
 
 Prompts of 2,048 tokens, 16 MiB of KV in eight chunks, that an engine computes in 0.25 s, if nothing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write-behind: when chunks are written to a tier, and what is pinned meanwhile."""
 
 from __future__ import annotations
@@ -5,16 +6,19 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
 from lmcache_redis.cache import doubted, schedule, writebehind
+from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
 from lmcache_redis.tier_kinds import REDIS
 from lmcache_redis.tiers import (
+    Backing,
     CallOutcome,
     ExistsResult,
     ReadOutcome,
@@ -589,3 +593,59 @@ def test_a_write_that_cannot_begin_gives_back_what_it_held(
     assert (len(queue.writes), queue.writes.queued_bytes) == (0, 0)
     assert queue.cache.pool.pinned == 0
     assert queue.counted() == {"drop_redis_error": len(HASHES)}
+
+
+class PlayedAccount:
+    """Of the tenant "full", which others have filled."""
+
+    def __init__(self) -> None:
+        self.full = {"full"}
+        self.drops: list[str] = []
+
+    def admits(self, tenant: str) -> bool:
+        return tenant not in self.full
+
+    def dropped(self, tenant: str) -> None:
+        self.drops.append(tenant)
+
+    def stored(self, tenant: str, nbytes: int) -> None: ...
+
+
+class LimitedQueue(Queue):
+    """The writes to the tier are limited by tenant."""
+
+    def make_cache(self, backings: Sequence[Backing], slots: int) -> Cache:
+        self.account = PlayedAccount()
+        return super().make_cache([replace(backings[0], account=self.account)], slots)
+
+
+def test_a_limit_is_not_passed_by_what_was_queued_before() -> None:
+    queue = LimitedQueue()
+    for entry in queue.entries[:2]:
+        entry.tenant = "team"
+    queue.enqueue(delay_s=60)
+    assert len(queue.writes) == len(HASHES)
+    queue.account.full.add("team")
+    queue.writes.begin_all()
+    assert (queue.counted("drop_"), queue.account.drops) == ({"drop_quota": 2}, ["team"] * 2)
+    queue.answer(ExistsResult(CallOutcome.DONE, [False] * (len(HASHES) - 2)))
+    assert queue.written() == queue.entries[2:]
+    queue.end(WriteOutcome.STORED)
+    queue.close()
+
+
+def test_a_chunk_over_a_limit_is_counted_once() -> None:
+    queue = LimitedQueue()
+    (entry, *_) = queue.entries = queue.entries[:1]
+    entry.tenant = "full"
+    for _ in range(3):
+        queue.enqueue()
+    assert (queue.counted("drop_"), len(queue.writes)) == ({"drop_quota": 1}, 0)
+    queue.account.full.clear()
+    queue.enqueue()
+    queue.answer(ExistsResult(CallOutcome.DONE, [False]))
+    queue.end(WriteOutcome.STORED)
+    queue.account.full.add("full")
+    queue.enqueue()
+    assert queue.counted("drop_") == {"drop_quota": 2}, "another time"
+    queue.close()

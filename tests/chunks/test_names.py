@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names of chunks: which keys are ours, which parts a prefix needs, what cannot be named."""
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from lmcache_redis.chunks.names import (
     ChunkForm,
     ChunkNames,
     Reach,
-    account_key,
+    account_keys,
     chunk_key_in,
     claim_key,
     is_claim_key,
@@ -40,9 +41,9 @@ def test_a_claim_is_the_key_of_no_chunk() -> None:
 
 
 def test_an_account_is_the_key_of_no_chunk() -> None:
-    account = account_key("Käse}{", 7, b"mine:")
+    account, later = account_keys("Käse}{", (7, 8), b"mine:")
     assert account.startswith(b"mine:lmcr1:tenant:")
-    assert account != account_key("Käse}{", 8, b"mine:")
+    assert account != later
     assert chunk_key_in(account, b"mine:") is None
     assert not is_claim_key(account, b"mine:")
     with pytest.raises(FormatError):

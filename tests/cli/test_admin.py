@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`inspect`, `purge` and `doctor` as a user runs them: real processes, a real server."""
 
 from __future__ import annotations

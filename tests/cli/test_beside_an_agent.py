@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tools without a URL, beside an agent that has one; and doctor with a model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--check`: what it finds in settings and files, and that it leaves everything as it is."""
 
 from __future__ import annotations

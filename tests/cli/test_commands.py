@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands as a user runs them: real processes, a real agent, sentences for errors."""
 
 from __future__ import annotations

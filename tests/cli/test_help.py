@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `--help` shows on a terminal of 80 columns, and what the command line says of mistakes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/reference/json.md names every field that the commands print, and no other."""
 
 from __future__ import annotations

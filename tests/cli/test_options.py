@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of `lmcache-redis agent`: one for each setting, and what they say to the config."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--config FILE`: what a file may say, and which of file, environment and options holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`size`: the figures that are known, what it says, and that it never guesses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What leaves the command line before a command begins."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`top` as a user runs it: a real agent, and a real terminal of 80 columns."""
 
 from __future__ import annotations

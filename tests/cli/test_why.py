@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`why` as a user runs it, and its sentences."""
 
 from __future__ import annotations

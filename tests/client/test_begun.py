@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lookups tell the agent of the requests that the engine has begun."""
 
 from __future__ import annotations

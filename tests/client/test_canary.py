@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which hits are canaries: how often, and at most how many."""
 
 from __future__ import annotations

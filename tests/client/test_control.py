@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of tools: what is said of an agent that goes away, or answers something else."""
 
 from __future__ import annotations

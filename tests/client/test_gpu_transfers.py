@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's client over GPU memory of the driver of the tests, with a real agent."""
 
 from __future__ import annotations

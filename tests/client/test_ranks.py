@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a scheduler knows of the workers of its engine on other nodes."""
 
 from __future__ import annotations

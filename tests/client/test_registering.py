@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's registrations, which two threads send: with the KV cache, and with each WELCOME."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks are released exactly when the agent can no longer touch them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A scheduler's watch, at a socket that stands in for an agent's."""
 
 from __future__ import annotations

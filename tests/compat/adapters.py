@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The adapters of one engine, as callers of LMCache's make them, with KV tensors but no model."""
 
 from __future__ import annotations

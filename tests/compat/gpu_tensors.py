@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tensor that passes for one on a GPU, and a process that exports it.
 
 Each line in names how its memory is allocated, each line out is a wrapper in hexadecimal.

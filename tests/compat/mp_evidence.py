@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a worker of a stock LMCache 0.5.6 does with blocks that a server still copies.
 
 After one unanswered ping the client reports every load in flight as failed, vLLM frees the blocks,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every name that the originals document, with its parameters there, and what differs here.
 
 python -m tests.compat.originals     writes the tables into docs/reference/lmcache-names.md

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys as LMCache writes them. `gateway/lmcache_client.py` compares them with its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tensor on a GPU that goes to another process, over the driver of the tests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The facade of lmcache.v1.multiprocess.custom_types."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys of LMCache and their ObjectKeys: one for each, and back."""
 
 from __future__ import annotations

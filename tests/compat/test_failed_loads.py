@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines whose caller asks which loads failed, and engines whose caller does not.
 
 A small engine plays both, over a real agent and Redis: the KV of a token is computed from that of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages of LMCache's TCP protocol: exact bytes, exact inverses, FormatError for all else."""
 
 from __future__ import annotations

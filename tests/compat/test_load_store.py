@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the adapters take, in the order that LMCache's callers give it, and what they refuse."""
 
 from __future__ import annotations

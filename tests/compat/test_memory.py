@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The library and the gateway free what they make without the garbage collector."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What callers of LMCache's adapters do, over a real agent and Redis, with bytes compared."""
 
 from __future__ import annotations

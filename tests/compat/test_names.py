@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/reference/lmcache-names.md lists every name that differs, and what it says is true."""
 
 from __future__ import annotations

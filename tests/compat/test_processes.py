@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines that nobody has named, with their scheduler and workers in any processes."""
 
 from __future__ import annotations

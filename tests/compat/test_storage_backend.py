@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMCache's storage backends: its calls as documented, over real backends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A ``libcuda.so.1`` without a GPU: what it does and which settings it has says `stub.h`.
 
 A test of this process:

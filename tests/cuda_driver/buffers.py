@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of the GPU and of the host that tests write and read, and what tests expect."""
 
 from __future__ import annotations

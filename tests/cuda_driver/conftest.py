@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The driver of the tests in this process."""
 
 from __future__ import annotations

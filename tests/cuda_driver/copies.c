@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Copies: in pieces, in the order of their stream, and as the kind of host memory says. */
 #include "stub.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Initialisation, GPUs and their primary contexts. */
 #include "stub.h"
 

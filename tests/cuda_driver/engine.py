@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines whose KV caches are in memory of this driver: torch's CPU tensors over it.
 
     with gpus(devices=2, delay_us=500) as host, AgentServer(...) as agent:

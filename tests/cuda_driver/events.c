@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Events: places in the queue of a stream. */
 #include "stub.h"
 

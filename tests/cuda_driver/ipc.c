@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Handles of allocations, by which another process maps them. */
 #include "stub.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Modules of PTX, and the kernels `gather_W` and `scatter_W`, which move units of W bytes.
  *
  * Of the PTX only the head is read: versions, entries and their parameters. What the kernels do is

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The regions of memory that a GPU can reach, and allocations. */
 #include "stub.h"
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions of the driver that only tests call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process with the driver of the tests, which evaluates what a test asks for."""
 
 from __future__ import annotations

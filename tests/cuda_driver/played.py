@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`player` as a process of a test."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine without a model, in a process of its own, that checks every byte of its KV cache.
 
     python -m tests.cuda_driver.player ENDPOINT SEED [--seconds N] [--world-size N] [...]

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The table of settings, errors on demand, refusals, and what is random. */
 #include "stub.h"
 

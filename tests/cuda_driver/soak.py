@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Players and an agent over the driver of the tests, while everything happens to them.
 
     python -m tests.cuda_driver.soak --minutes 10 --seed 7

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Streams, one thread each, which do what is enqueued. */
 #include "stub.h"
 

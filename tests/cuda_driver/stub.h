@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A `libcuda.so.1` without a GPU, for tests of code that calls NVIDIA's driver.
  *
  * Device memory is memory of the host in memfds, which other processes open by /proc/PID/fd: so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies: when sources are read and destinations written, and what is refused."""
 
 from __future__ import annotations

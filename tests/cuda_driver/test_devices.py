@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPUs, errors on demand, and what a process sees of them."""
 
 from __future__ import annotations

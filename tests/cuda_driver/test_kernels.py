@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules and launches: the kernels that move units between pages and staging."""
 
 from __future__ import annotations

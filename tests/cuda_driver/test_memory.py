@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Allocations and pinned memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that processes share, and settings of other processes."""
 
 from __future__ import annotations

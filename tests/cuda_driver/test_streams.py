@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams, events, and values that a stream writes."""
 
 from __future__ import annotations

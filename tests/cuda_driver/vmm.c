@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Virtual memory management: allocations that are mapped in pieces, and shared by descriptors. */
 #include "stub.h"
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's vLLM server, forked from a process that has imported vLLM: it starts in seconds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo, small, as a newcomer runs it: two real servers, an agent restarted, a real Redis."""
 
 from __future__ import annotations

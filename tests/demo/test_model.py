@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's model and prompts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No process outlives the block: neither children nor the orphans that they leave."""
 
 from __future__ import annotations

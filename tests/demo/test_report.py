@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the demo says about its measurements."""
 
 from __future__ import annotations

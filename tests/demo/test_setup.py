@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `scripts/setup` installs for whom, and when again. Its Python only notes its arguments."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folders that the demo serves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Helm chart, rendered by Helm's own library, and what is made from it and from the settings.
 
 python -m tests.deploy.chart      writes deploy/manifests, the patches of deploy/kustomize, and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the Dockerfile says, which compose file, chart and manifests must agree with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chart and the plain manifests: that Kubernetes takes them, and that they fit the product."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What values of the chart do: refusals before anything runs, and what reaches the objects."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docker-compose.yml: that it is valid, and that it fits the images."""
 
 from __future__ import annotations

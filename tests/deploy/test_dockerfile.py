@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Dockerfile: what its images are, how they are watched, and what they install."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sidecars by label: the Kustomize component, over pods that other charts and operators make."""
 
 from __future__ import annotations

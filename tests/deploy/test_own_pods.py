@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pods that are not the chart's, as docs/guides/kubernetes.md makes them."""
 
 from __future__ import annotations

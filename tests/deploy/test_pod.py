@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An agent and an engine as the chart runs them: its user, rights, directories and settings.
 
 Not in a cluster: in namespaces of their own, of which they share that of processes and nothing

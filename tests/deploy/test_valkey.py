@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chart's Valkey: its script and its file, with a real server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Examples may take their time: the machine may be shared, and no test here is about speed."""
 
 from hypothesis import settings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for an engine: exports KV caches, and answers questions on its standard streams.
 
 Each line in is a JSON array, a command and its arguments; each line out is the answer. Ends when

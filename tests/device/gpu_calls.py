@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of a `CudaDevice`, checked byte by byte: the engine's memory and the host's, all of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for an engine on a GPU, without torch; with NVIDIA's driver or that of the tests.
 
 It has one range of GPU memory, of equal pieces that are mapped side by side or of one allocation,

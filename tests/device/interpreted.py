@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernels under Triton's interpreter, on CPU tensors. Run by `test_kernels`.
 
 In a process of its own: TRITON_INTERPRET is read when Triton is imported, which other tests (and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random layouts over real bytes, and a reference gather and scatter."""
 
 from __future__ import annotations

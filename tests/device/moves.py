@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks gathers and scatters between pages and staging, byte by byte, on any device.
 
 Storages and staging lie between guard bytes, and every byte there is compared afterwards.

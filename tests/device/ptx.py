@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the text of a kernel on host memory, instruction by instruction, all threads at a time.
 
 For kernels without branches and without shared memory, whose instructions are those below: any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches of copies: how long they are, where there are none, and what becomes of a refused one."""
 
 from __future__ import annotations

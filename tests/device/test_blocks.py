@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Segments found from shapes and strides, against the addresses of every element."""
 
 from __future__ import annotations

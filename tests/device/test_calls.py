@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copy plans against gather and scatter byte by byte, neighbours included."""
 
 from __future__ import annotations

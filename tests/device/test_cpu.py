@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharing a KV cache in place, and copying through another process's mapping of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`CudaDevice` over the driver of the tests, with an engine in another process: every byte."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`CudaDevice` when something fails: arguments, times, the engine, the driver, the GPU."""
 
 from __future__ import annotations

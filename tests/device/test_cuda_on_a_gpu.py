@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`CudaDevice` on a real GPU with NVIDIA's driver, and an engine in another process.
 
 The checks of `test_cuda`, without delays; what only a GPU can show comes after them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each wait of a call on a GPU is needed: without it bytes are wrong, with it they are not.
 
 Operations of both processes take random times, far longer than those of a GPU.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The distance of two parts, against a plain reference and torch's own types."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Opening an engine's GPU memory: handles that are right, stale, wrong or forged."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine's GPU memory, exported over the driver of the tests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies to and from a GPU: which are merged, and which are apart."""
 
 from __future__ import annotations

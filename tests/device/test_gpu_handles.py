@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handles of GPU memory as they arrive: malformed ones are refused before they are opened."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handles on the wire, and whether their process is there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this package believes of the driver's binary interface, against NVIDIA's own headers.
 
 The package `nvidia-cuda-runtime` carries ``cuda.h``, of CUDA 12.8 and of 13. A C compiler says how

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels: their text read, compiled by ptxas and run on the CPU; their source interpreted; and
 on a GPU if there is one.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts: what the fingerprint covers, what the check refuses, what coalescing merges."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is mapped and what is not, and memory that its owner takes away again."""
 
 from __future__ import annotations

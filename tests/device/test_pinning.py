@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pinning the host pool in pieces, over the driver of the tests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tickets that a GPU writes and another process reads, over the driver of the tests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table that drives the kernels: followed in Python, against the chunk as it is defined."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every layout that vLLM can lay a KV cache out in, through vLLM's own functions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Redis in this process: fakeredis behind a TCP port, where no server binary is needed.
 
 What it does otherwise than Redis 7, in what the data plane, the library and an agent use (found by

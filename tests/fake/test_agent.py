@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole agent without a server binary: its process, and an engine's adapters."""
 
 from __future__ import annotations

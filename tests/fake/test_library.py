@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The blocking library without a server binary."""
 
 from __future__ import annotations

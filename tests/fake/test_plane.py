@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data plane without a server binary: a fake Redis of this process behind a TCP port."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`scripts/fuzz`: throws spoiled bytes at every decoder; see `targets`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes made wrong on purpose: seeded, so that a run can be repeated."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feeds a target until it has had its inputs, or something is found."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets that read from a socket: a connection whose peer says something and goes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a target of the fuzzer is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is fuzzed: every decoder of bytes that come from outside, with what must hold.
 
 A target takes one input and says what became of it: ACCEPTED, or the name of one of our own

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A short run of the fuzzer, and proof that it would notice; `scripts/fuzz` is the long one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs in an engine's process first (`tests.engines.PATCH_VARIABLE`): adds the step ``mixed``.
 
 It answers the prompt in PROMPT without an adapter, beside one prompt for each adapter in ADAPTERS,

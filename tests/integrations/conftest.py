@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models with real random weights, and what an engine test needs around it."""
 
 from __future__ import annotations

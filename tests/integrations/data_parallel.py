@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program: one prompt, asked of each of two data parallel cores in turn.
 
 vLLM's offline class does not start them, so it uses the server's class. It runs in the place of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far apart KV is that only rounding distinguishes, and KV that is not the same.
 
 vLLM runs in this process, and its blocks are read where they are:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A connector with faults, which vLLM loads in `test_faulty_connector`."""
 
 from __future__ import annotations

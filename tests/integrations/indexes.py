@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Indexes as routers keep them, of the blocks in each place. All are told the same events."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs in an engine's process first (`tests.engines.PATCH_VARIABLE`): faults of names.
 
 All weights have one name, and all adapters of one path and name.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine whose scheduler is vLLM's and whose model and agent are played.
 
 `played_memory` knows what every block must contain, and `played_transfers` what transfers may

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A method of the connector's own parts raises at a random call: the cache turns itself off."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contents of a played engine's blocks, and of the played agent's parts.
 
 The KV of a token is a digest of the tokens up to it, and a state is the digest of all tokens before
@@ -31,6 +32,7 @@ class Agent:
         self._chunk_tokens = chunk_tokens
         self._answers: dict[str, int] = {}
         self.canary_every = 0
+        self.names_before = False
         self.compare_only = False
         self.cleared: list[bytes] = []
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transfers of a played engine's worker: they end some steps after they begin, at random.
 
 A load may fail, and a failed one may go on to write while vLLM already uses the request's other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random requests, aborts, evictions and resets in vLLM's own scheduler, each from a seed.
 
     python -m tests.integrations.random_runs --cases 10000 --mode async --seed 0

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs in an engine's process first (`tests.engines.PATCH_VARIABLE`): adds the step ``resets``.
 
 For engines whose core is in the same process, as with trainers: then a reset may come while a step

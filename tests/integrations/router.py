@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A router that listens to vLLM's KV events, written against vLLM's own schema."""
 
 from __future__ import annotations

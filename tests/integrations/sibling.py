@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A connector that brings KV of its own making, which vLLM loads in `test_provenance`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random prompts, few blocks, random faults: every answer is compared with one without a connector.
 
 The tests run it until every kind of fault has struck; by hand it runs for as long as you like:

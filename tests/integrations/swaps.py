@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs in an engine's process first (`tests.engines.PATCH_VARIABLE`): files that change in time.
 
 SWAPPED_IN: a folder whose files replace those of the model as soon as a worker has loaded it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines of tests schedule asynchronously, as on GPUs, wherever vLLM itself would."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Canaries in the connector's scheduler, step by step."""
 
 from __future__ import annotations

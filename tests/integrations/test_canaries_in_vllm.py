@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real vLLM whose every hit is a canary: other KV under one name is found at the first hit."""
 
 from __future__ import annotations

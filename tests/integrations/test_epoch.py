@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Epochs: KV of weights that differ, or may differ, never has one name."""
 
 from __future__ import annotations

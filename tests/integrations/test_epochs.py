@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights are replaced in a running vLLM: KV that the old ones computed is never used again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV events: what vLLM itself would say of the same blocks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The event stream of a real engine across a reset and evictions, as every kind of router reads it.
 
 `Router` checks after each batch that they all have the same, and that no block is told twice.

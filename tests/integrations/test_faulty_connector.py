@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real vLLM gives the same answers if the connector fails, also under MultiConnector."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lies on disk names an engine's memory only if it lay there when vLLM read it."""
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from lmcache_redis.errors import Unsupported
-from lmcache_redis.integrations.vllm import CONNECTOR_NAME, register
+from lmcache_redis.integrations.vllm import CONNECTOR_NAME, making, register
 from lmcache_redis.integrations.vllm.identity import files
 from lmcache_redis.integrations.vllm.identity.engine_identity import (
     engine_identity,
@@ -158,7 +159,7 @@ def test_a_failing_look_is_no_reason_for_vllm_to_fail() -> None:
         def __init__(self, value: int) -> None:
             self.value = value
 
-    wrap_once(Owner, "__init__", files._after(lambda *_: 1 // 0))
+    wrap_once(Owner, "__init__", making.after(lambda *_: 1 // 0))
     assert Owner(3).value == 3
 
 

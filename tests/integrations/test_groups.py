@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a reach leaves over is what vLLM's own managers of KV caches leave over."""
 
 from __future__ import annotations

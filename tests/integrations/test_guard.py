@@ -1,7 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors of the connector: the cache is turned off, and vLLM gets every answer it waits for."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +14,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from lmcache_redis.client.worker import TransferOp
+from lmcache_redis.integrations.vllm import making
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
@@ -72,24 +75,28 @@ def manager_of(num_blocks: int) -> Any:
     return SimpleNamespace(block_pool=pool, get_blocks=lambda request_id: blocks)
 
 
-class BindingScheduler(Scheduler):
-    """vLLM's, as far as a connector finds it."""
+class MadeScheduler(Scheduler):
+    """vLLM's, as far as a connector needs it while it is made."""
 
-    def __init__(self) -> None:
-        pass
-
-    def bind(self, made: LMCacheRedisConnector, manager: Any) -> None:
-        made.bind_kv_cache_manager(manager)
+    def __init__(self, vllm_config: Any, make: Callable[[], None]) -> None:
+        self.vllm_config = vllm_config
+        making.while_made(lambda scheduler: make(), self)
 
 
 def bind(made: LMCacheRedisConnector, manager: Any) -> None:
-    BindingScheduler().bind(made, manager)
+    MadeScheduler(made._vllm_config, lambda: made.bind_kv_cache_manager(manager))
+
+
+def connector_of(
+    vllm_config: Any, role: KVConnectorRole = KVConnectorRole.SCHEDULER
+) -> LMCacheRedisConnector:
+    group = SimpleNamespace(kv_cache_spec=FullAttentionSpec())
+    groups = SimpleNamespace(kv_cache_groups=[group], num_blocks=64, kv_cache_tensors=[])
+    return LMCacheRedisConnector(vllm_config, role, groups)
 
 
 def connector(directory: Path, role: KVConnectorRole, **extra: Any) -> LMCacheRedisConnector:
-    group = SimpleNamespace(kv_cache_spec=FullAttentionSpec())
-    groups = SimpleNamespace(kv_cache_groups=[group], num_blocks=64, kv_cache_tensors=[])
-    made = LMCacheRedisConnector(config(directory, **extra), role, groups)
+    made = connector_of(config(directory, **extra), role)
     if role is KVConnectorRole.SCHEDULER:
         bind(made, manager_of(64))
     return made
@@ -257,24 +264,28 @@ def test_a_wrong_setting_keeps_the_cache_off_and_not_the_engine(
 
 
 def test_a_connector_knows_that_it_is_beside_others(tmp_path: Path) -> None:
-    """It finds the parent that makes it, and has failed loads computed there too."""
+    """Its scheduler has another config, and has failed loads computed too."""
+    parent, alone = config(tmp_path), config(tmp_path)
+    child = copy.copy(parent)  # as a MultiConnector makes it
+    child.kv_transfer_config = config(tmp_path).kv_transfer_config
+    for engines, own, is_beside in ((parent, child, True), (alone, alone, False)):
+        made: list[LMCacheRedisConnector] = []
+        MadeScheduler(engines, lambda: made.append(connector_of(own)))  # noqa: B023
+        assert made[0]._set_up.beside_others == is_beside
+        assert own.kv_transfer_config.kv_load_failure_policy == "recompute"
+        assert engines.kv_transfer_config.kv_load_failure_policy == "recompute"
+        made[0].shutdown()
 
-    class Parent(KVConnectorBase_V1):
-        """As a MultiConnector makes its children."""
 
-        def __init__(self) -> None:
-            self._kv_transfer_config = SimpleNamespace(kv_load_failure_policy="fail")
-            self.child = connector(tmp_path, KVConnectorRole.SCHEDULER)
-
-    Parent.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
-    parent = Parent()
-    assert parent._kv_transfer_config.kv_load_failure_policy == "recompute"
-    assert parent.child._set_up.beside_others
-    alone = connector(tmp_path, KVConnectorRole.SCHEDULER)
-    assert not alone._set_up.beside_others
-    assert alone._kv_transfer_config.kv_load_failure_policy == "recompute"
-    for made in (parent.child, alone):
-        made.shutdown()
+@pytest.mark.parametrize("bind", ["bind_kv_cache_manager", "bind_gpu_block_pool"])
+def test_the_cache_of_an_engine_that_was_not_seen_stays_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, bind: str
+) -> None:
+    made = connector_of(config(tmp_path))
+    getattr(made, bind)(manager_of(64))
+    assert "the cache stays off: vLLM was not seen making this engine: VLLM_PLUGINS" in caplog.text
+    assert made.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
+    made.shutdown()
 
 
 def test_settings_reach_the_link(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What routers are told, and what they then believe."""
 
 from __future__ import annotations

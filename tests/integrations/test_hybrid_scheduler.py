@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models with several kinds of KV cache in vLLM's own scheduler: every token read is right.
 
 `played.py` says what is checked in each step: a load writes exactly the blocks that are neither

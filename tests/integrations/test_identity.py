@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines share keys if and only if the same tokens have the same KV."""
 
 from __future__ import annotations

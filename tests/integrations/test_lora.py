@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Another LoRA adapter at the path of an older one: its requests never hit the older one's KV."""
 
 from __future__ import annotations

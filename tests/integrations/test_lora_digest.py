@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An adapter is what vLLM has read of its files, in every worker."""
 
 from __future__ import annotations

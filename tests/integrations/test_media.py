@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Another image's KV is never a hit: a name that is not of the content is not shared."""
 
 from __future__ import annotations

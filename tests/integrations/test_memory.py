@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connector frees what it makes for requests and transfers without the garbage collector."""
 
 from __future__ import annotations

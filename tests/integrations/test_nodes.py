@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real vLLM whose ranks have agents of their own, as on two nodes, and engines that share an id.
 
 One machine plays both nodes: a patch gives rank 1's worker another endpoint. The agents share

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The digest of the parameters in memory: every bit of every tensor counts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers report which agent has mapped their memory; engines have ids of their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which blocks of which group a load or a store names, and whether there is room for a load."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine measures of its steps, and what a request may ask for."""
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from lmcache_redis import tenants
 from lmcache_redis.integrations.vllm.prefill import PrefillRate
-from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestOptions
+from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestOptions, TenantNames
 
 
 def test_a_rate_is_the_time_of_steps_by_their_prompt_tokens() -> None:
@@ -139,7 +140,7 @@ def request(params: Any) -> Any:
     ],
 )
 def test_a_request_may_ask_for_less(params: Any, options: RequestOptions) -> None:
-    assert RequestOptions.of(request(params), POLICY) == options
+    assert RequestOptions.of(request(params), POLICY, TenantNames()) == options
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,10 @@ def test_a_request_may_ask_for_less(params: Any, options: RequestOptions) -> Non
 def test_options_that_make_no_sense_are_not_followed(
     wish: Any, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert RequestOptions.of(request({"lmcache_redis": wish}), POLICY) == RequestOptions()
+    assert (
+        RequestOptions.of(request({"lmcache_redis": wish}), POLICY, TenantNames())
+        == RequestOptions()
+    )
     (record,) = caplog.records
     assert "request-7" in record.getMessage()
     assert words in record.getMessage()
@@ -173,7 +177,7 @@ def salted(salt: str | None, **options: Any) -> Any:
 
 
 def tenant_of(made: Any) -> str:
-    return str(RequestOptions.of(made, POLICY).tenant)
+    return str(RequestOptions.of(made, POLICY, TenantNames()).tenant)
 
 
 def test_a_request_names_its_tenant_or_has_one_by_its_salt() -> None:
@@ -182,15 +186,29 @@ def test_a_request_names_its_tenant_or_has_one_by_its_salt() -> None:
     assert tenants.shown(by_salt) == tenants.shown(tenant_of(salted("the salt", store=False)))
     assert tenants.shown(by_salt) != tenants.shown(tenant_of(salted("another")))
     assert tenant_of(salted("the salt", tenant="team a")) == "team a"
+    assert tenant_of(salted("the salt", tenant=None)) == tenant_of(salted("the salt", tenant=""))
+    assert tenant_of(salted("the salt", tenant="")) == by_salt
+    assert tenant_of(salted("the salt", tenant="team a", load="no")) == "team a"
     assert tenant_of(salted(None)) == tenant_of(request(None)) == ""
 
 
-@pytest.mark.parametrize("name", ["other", "*", "#1", "a\n", "a" * 65, 7, None, ["a"], "\ud800"])
-def test_a_bad_tenant_is_none_and_voids_nothing_else(
+BAD_NAMES = ["other", "#1", "a,b", " a", "a\n", "a" * 65, 7, "\ud800", ["a"], "none", "*"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_a_bad_tenant_hides_no_salt_and_voids_nothing_else(
     name: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = RequestOptions.of(salted("the salt", tenant=name, store=False), POLICY)
-    assert found == RequestOptions(store=False)
+    found = RequestOptions.of(salted("the salt", tenant=name, store=False), POLICY, TenantNames())
+    assert found == RequestOptions(store=False, tenant=tenants.of_salt("the salt"))
     (record,) = caplog.records
-    assert "request-7 has no tenant" in record.getMessage()
+    assert "request-7: the tenant" in record.getMessage()
+    assert "without commas and without blanks at the ends" in record.getMessage()
     assert record.getMessage().isprintable()
+
+
+def test_each_kind_of_bad_tenant_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    names = TenantNames()
+    for name in BAD_NAMES * 3:
+        RequestOptions.of(salted(None, tenant=name), POLICY, names)
+    assert len(caplog.records) == 7

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backends that pack KV differently have different identities: vLLM's CPU backend on each host."""
 
 from __future__ import annotations

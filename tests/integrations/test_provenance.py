@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real engines: what somebody else has put into vLLM's blocks is stored under no name of ours."""
 
 from __future__ import annotations

@@ -1,13 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's resets with steps in flight. test_asynchronous.py has them with a real engine."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+from vllm.v1.engine.core import EngineCore
 
 from tests.integrations.played import PlayedEngine
 from tests.integrations.random_runs import CHUNK, MODELS, tokens, write_config
@@ -60,14 +65,16 @@ def test_a_pause_holds_no_block_for_a_store(tmp_path: Path, in_flight: int) -> N
     )
     prompt = tokens(rng, 60)
 
-    def _reset_caches() -> None:  # the name by which a pause is known
-        assert engine.reset(running=True)
-
+    core: Any = SimpleNamespace(
+        reset_prefix_cache=lambda **_: engine.reset(running=True),
+        reset_mm_cache=lambda: None,
+        reset_encoder_cache=lambda: None,
+    )
     engine.ask(prompt, 1)
     while engine.asked:
         engine.step()
     assert engine.pool.get_num_free_blocks() < engine.free_blocks
-    _reset_caches()
+    EngineCore._reset_caches(core)  # as vLLM does for a pause
     assert engine.pool.get_num_free_blocks() == engine.free_blocks
     assert not engine.connector.has_pending_push_work()
     engine.ask(prompt, 1)

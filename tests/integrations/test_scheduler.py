@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connector in the scheduler, step by step, with scripted answers of the agent.
 
 The whole of it runs against a real agent and a real vLLM in test_vllm.py; here are the cases
@@ -49,6 +50,8 @@ class ScriptedAdapter:
         self.ended: list[str] = []
         self.jobs: set[str] = set()
         self.canary_every = 0
+        self.names_before = False
+        self.before = 0  # chunks named before the last lookup
         self.pinned: int | None = None  # if not all of it may be loaded
 
     def chunk_size_tokens(self) -> int:
@@ -66,7 +69,7 @@ class ScriptedAdapter:
     ) -> None:
         self.token_s, self.busy_s, self.tenant = token_s, busy_s, tenant
         self.hashes = len(hashes)
-        assert len(before) == first_chunk
+        self.before = len(before)
         if request_id not in self.jobs:
             self.jobs.add(request_id)
             self.lookups.append((request_id, first_chunk))
@@ -246,6 +249,15 @@ def test_a_lookup_is_asked_once_and_answered_later(
     adapter.tokens = 3 * CHUNK
     assert scheduler.matched_tokens(request, 0) == 3 * CHUNK
     assert adapter.lookups == [("r", 0)]
+
+
+def test_what_is_before_a_lookup_is_named_if_it_counts(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, pool: BlockPool
+) -> None:
+    for name, adapter.names_before in (("off", False), ("on", True)):
+        scheduler.matched_tokens(FakeRequest(name), 2 * CHUNK)
+        assert adapter.lookups[-1] == (name, 2)
+        assert adapter.before == (2 if adapter.names_before else 0)
 
 
 def test_the_first_lookup_waits_until_all_workers_have_reported(

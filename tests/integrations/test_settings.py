@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each setting of vLLM has one verdict, and counts or not as it says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sizes of KV caches are those of vLLM: it builds each model without weights, and tells."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every kind of fault for each model; `soak.py` has more models, and runs for an hour."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics: counted in workers and in the scheduler, added up by vLLM, shown on its /metrics."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is not supported is said at start, in one sentence."""
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core import kv_cache_utils
 
 from lmcache_redis.errors import Unsupported
-from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestOptions
+from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestOptions, TenantNames
 from lmcache_redis.integrations.vllm.support import adapters_only, may_load, supported_groups
 
 
@@ -319,7 +320,7 @@ def test_prompts_without_an_adapter_beside_some_with_one(
 @pytest.mark.parametrize("adapter", [None, object()])
 def test_where_adapters_only_are_cached(adapter: object) -> None:
     request: Any = SimpleNamespace(kv_transfer_params=None, lora_request=adapter)
-    options = RequestOptions.of(request, CachePolicy(16, adapters_only=True))
+    options = RequestOptions.of(request, CachePolicy(16, adapters_only=True), TenantNames())
     assert (options.load, options.store) == (adapter is not None,) * 2
-    options = RequestOptions.of(request, CachePolicy(16))
+    options = RequestOptions.of(request, CachePolicy(16), TenantNames())
     assert (options.load, options.store) == (True, True)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of models and adapters that change once vLLM has read them: what is in memory counts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spans: siblings of vLLM's, by the trace headers of each request."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real vLLM on the CPU, with and without the cache: the same tokens, whatever happens.
 
 Engines take half a minute to start, so each test is one engine (or two) and many questions.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tier in Redis behind vLLM's own manager, region and layouts, with a real server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tier uses of vLLM: fails, and names it, when a release moves the interface.
 
 The installed vLLM is looked at, and newer ones whose Python `scripts/test --matrix` has unpacked:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real vLLMs on the CPU with vLLM's own OffloadingConnector and the tier in Redis."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two models have the same digest only if their weights are equal."""
 
 from __future__ import annotations

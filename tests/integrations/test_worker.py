@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connector in a worker: a load or a store of several groups is one transfer for vLLM."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's scheduler, connector, tiers, region and layouts around KV that a test fills.
 
 No model runs. The scheduler's connector makes the tier as in an engine. A test then calls vLLM's
@@ -42,6 +43,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_redis.integrations import vllm as plugin
+from lmcache_redis.integrations.vllm import making
 from lmcache_redis.integrations.vllm.identity.engine_identity import look_at_files
 from tests.integrations.test_weights import write_safetensors
 from tests.servers import WAIT_S
@@ -124,6 +126,14 @@ def config_of(
     return vllm_config, KVCacheConfig(BLOCKS, [], groups, kv_cache_layout=layout)
 
 
+class _Executor:
+    def __init__(self, vllm_config: VllmConfig, workers: Sequence[Any]) -> None:
+        self.vllm_config, self._workers = vllm_config, workers
+
+    def collective_rpc(self, function: Any, *_: Any) -> list[Any]:
+        return [function(worker) for worker in self._workers] if callable(function) else []
+
+
 class TierEngine(EngineCore):
     """As much of an engine as there is without a model. url: of Redis. tier: its other settings.
 
@@ -151,11 +161,9 @@ class TierEngine(EngineCore):
         self.parameters = torch.nn.Linear(4, 4)
         runner = SimpleNamespace(kv_cache_config=kv_config, get_model=lambda: self.parameters)
         workers = [SimpleNamespace(vllm_config=each, model_runner=runner) for each, _ in configs]
-        self.model_executor: Any = SimpleNamespace(
-            collective_rpc=lambda function, *_: (
-                [function(worker) for worker in workers] if callable(function) else []
-            )
-        )
+        self.model_executor: Any = _Executor(self.vllm_config, workers)
+        making.executors.add(self.model_executor)  # as its constructor does in an engine
+        making.watch_schedulers()
         self.caches = [_kv_caches(max(1, HEADS // ranks), layout) for _ in configs]
         self.workers = []
         for (vllm_config, _), caches in zip(configs, self.caches, strict=True):

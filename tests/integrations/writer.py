@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs in an engine's process first (`tests.engines.PATCH_VARIABLE`): a trainer in its workers.
 
 Whenever the file TRAINED is there, it reads the model's files into the memory of the worker,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One cell of the matrix: a model in one vLLM, with and without the cache, on some servers.
 
 Three engines answer the same questions: one without a connector; one with, which computes and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verdicts on settings whose own values are in no pair. Data alone, which no engine reads.
 
 A setting belongs in ``LEFT_OUT`` if it decides when, where or with which kernel of equal precision

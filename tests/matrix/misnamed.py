@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs in an engine's process first (`tests.engines.PATCH_VARIABLE`): faults of names, put back.
 
 Images may be named by a counter, the modules that adapters apply to are in no pair of the identity,

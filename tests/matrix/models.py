@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny models of every kind of KV cache, with random weights, and a small one with real ones.
 
 The weights spread widely, so that greedy tokens differ from prompt to prompt and wrong KV shows.

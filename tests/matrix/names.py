@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every setting of the vLLM that is imported: fields of its configurations, and variables.
 
 ``python -m tests.matrix.names`` prints them as JSON, so that the tests can ask each version.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes what `scripts/test` found into docs/reference/compatibility.md, between markers.
 
 python -m tests.matrix.table RESULTS         the rows of --matrix

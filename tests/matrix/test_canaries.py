@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of names that were mended, put back in a real vLLM: each is found by the first canary.
 
 Every hit is a canary. `test_canaries_in_vllm.py` does the same with weights and adapters that have

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines of every version and model give the tokens that they give without the cache.
 
 The short form is part of the engine tests: a model with several groups of layers on the installed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of the matrix: the newest row of each cell, and notes for sentences."""
 
 from __future__ import annotations

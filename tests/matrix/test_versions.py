@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each version of vLLM without engines: its settings, and the connector in its scheduler.
 
 Of a version without a build for the CPU, the Python of its wheel runs over the installed version.

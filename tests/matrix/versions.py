@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The versions of vLLM that the tests find: installed, and unpacked by `scripts/test --matrix`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The HTTP server of /metrics: what it serves, and that its clients cost little."""
 
 from __future__ import annotations
@@ -148,6 +149,18 @@ def test_a_loop_that_does_not_turn_is_not_healthy(monkeypatch: pytest.MonkeyPatc
         for path in ("/healthz", "/metrics"):
             code, text = get(port, path)
             assert (code, text) == (503, "the loop has not turned for 0.01 s\n")
+
+
+def test_a_probe_reads_no_values() -> None:
+    read: list[int] = []
+
+    owner = OwnerCollector(lambda action: action(), lambda: read.append(1) or [])
+    with serve_metrics(("127.0.0.1", 0), owner, Metrics().registry) as port:
+        before = len(read)
+        assert get(port, "/healthz") == (200, "ok\n")
+        assert len(read) == before
+        get(port, "/metrics")
+        assert len(read) == before + 1
 
 
 def test_ipv6_and_an_address_in_use() -> None:

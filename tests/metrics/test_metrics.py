@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics: a closed set, exact under threads, always in one order."""
 
 from __future__ import annotations

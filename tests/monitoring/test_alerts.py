@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Alerts, in faults that are staged for real agents under a real Prometheus.
 
 In the rules of these tests a minute is 0.3 seconds. `alerts_test.yml` has what needs hours, many

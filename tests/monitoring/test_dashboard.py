@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every query of the dashboard, answered by a real Prometheus that scrapes two busy agents."""
 
 from __future__ import annotations

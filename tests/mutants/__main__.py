@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spoils modules of the package, one small fault at a time, and counts those that no test sees.
 
 Each mutant is the module with one fault (`mutation` lists the kinds), judged in a copy of the tree

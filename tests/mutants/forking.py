@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs pytest in forks of a process that has imported the libraries: each is a second sooner there.
 
 Lines of JSON come in, each a run, and lines of JSON with its exit status go out: null if it took

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mutants of a module: its source with one small fault each. Pure, and deterministic.
 
 comparison   one of `<`, `==`, `in`, ... by another one

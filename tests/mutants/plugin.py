@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plugin of pytest: what a run in a copy of the tree is told, and what it tells.
 
 Hypothesis says that a test fails, and looks for no smaller example. A run without a mutant notes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Judges mutants in a copy of the tree: by their nearest tests, in processes of their own."""
 
 from __future__ import annotations

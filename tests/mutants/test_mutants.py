@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """That the mutants are those which `scripts/mutate` promises, and that it tells killed from not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Notes which lines of some files run, in the process of the tests and in those that it starts.
 
 A file takes the notes: each process adds a line of text for a line that it runs, once a test. The

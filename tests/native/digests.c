@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Prints the XXH3 of each input on stdin: its length and a step (8 bytes each), then its bytes.
  *
  * The input lies at another alignment each time, and arrives in pieces of `step` bytes (0: at once).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checksums on aarch64, which the wheel is built for: cross-compiled, and run by qemu-user.
 
 Needs a compiler for aarch64 (gcc's, or zig, which `pip install ziglang` brings) and qemu-aarch64

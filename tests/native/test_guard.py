@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The guard of mappings beside other handlers of SIGBUS, in processes of their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backends over Redis for tests, with a check that they release threads and descriptors."""
 
 from __future__ import annotations

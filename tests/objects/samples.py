@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys and chunks for tests of backends, and buffers to get them into."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ChunkBackend` over each kind of storage, and over several: the same promises."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batched calls: order, windows, abandoned batches."""
 
 from __future__ import annotations

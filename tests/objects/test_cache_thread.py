@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls to a cache that another thread owns: results, errors, and the end of the thread."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A directory: what a backend adds to the disk tier (`tests/cache/disk`)."""
 
 from __future__ import annotations

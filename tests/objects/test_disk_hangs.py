@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A disk that hangs does not hold up the tiers above and below it (`tests/cache/disk`)."""
 
 from __future__ import annotations

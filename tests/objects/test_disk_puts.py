@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Non-blocking puts on disk: their limit, and which are dropped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reuse of heap memory, and a pool over it: exact limits, chunks without a key."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several storages: write through, promote, share loads, never restore a removed chunk."""
 
 from __future__ import annotations

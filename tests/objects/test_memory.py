@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory: its limit and LRU order."""
 
 from __future__ import annotations

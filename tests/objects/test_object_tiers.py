@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objects over a real directory and a real Redis, and the tiers' `describe`, `keys`, `remove`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks of any size by key: found, loaded once, replaced, removed; no change is undone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Redis: stripes, and faults caused by servers and other clients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `plan` says of a recording is what real agents do, with host pools of other sizes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lmcache-redis plan`: its table, JSON and page, and what it says of wrong options."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces from files: what is read from each kind, and which line is named if one is wrong."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arrays of `Replay` and `decide` against plain simulations, one chunk after the other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Certificates for the tests of TLS, made with openssl in a directory of the test."""
 
 from __future__ import annotations

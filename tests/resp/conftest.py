@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers for the tests of the plane, and a check that nothing is left behind."""
 
 from __future__ import annotations

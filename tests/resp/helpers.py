@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of the plane share: chunks with guarded slots, collectors, waiting."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process whose wall clock jumps by hours with every look: stores, loads, waits.
 
 `python -m tests.resp.jumping_clock URL` prints one JSON object. The clock is bent before

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A proxy before a real server that answers some commands itself, as proxies for Redis do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A TCP proxy before a real server that cuts, stalls, forges and holds back replies."""
 
 from __future__ import annotations

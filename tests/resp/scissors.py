@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A TCP proxy that spoils the next reply on a connection of a given role, once."""
 
 from __future__ import annotations

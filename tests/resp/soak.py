@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers that die, stop, fail over and move while a plane stores and loads: no byte is wrong.
 
 Six nodes of a cluster, then a primary with its replica and three Sentinels. After each fault: how

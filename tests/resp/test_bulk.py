@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stripes between sockets and slots, by each mover, against a peer that says anything at all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything at once: each call is answered once, in time, and never with wrong bytes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several writers of one prompt at the same time, on real servers: one of them stores a chunk."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wall clock may jump: it is written into values, for people, and decides nothing."""
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ PACKAGE = Path(lmcache_redis.__file__).parent
 WALL_CLOCK = {"time", "time_ns", "ctime", "localtime", "gmtime", "now", "utcnow", "today"}
 # `name.attribute` that tells the wall time: time.time, datetime.now, date.today, ...
 MODULES = {"time", "datetime", "date"}
-# They show times to people, and move no chunk.
+# They show times to people, or count bytes by hours, and move no chunk.
 TOOLS = {"admin", "cli"}
 SHOWN = {
+    "agent/limits.py",
     "agent/reports/exported.py",
     "agent/sessions.py",
     "agent/reports/page.py",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Redis Cluster of real servers: stripes over all shards, redirections, lost shards."""
 
 from __future__ import annotations

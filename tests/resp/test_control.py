@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Questions about keys: in groups, on the control connection, that lose it or meet a bug."""
 
 from __future__ import annotations

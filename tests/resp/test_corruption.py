@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values that are not what was stored: never delivered, never deleted, and replaced by a store."""
 
 from __future__ import annotations

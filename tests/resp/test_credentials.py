@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """User and password are asked for at each connect: they may change while a plane runs."""
 
 from __future__ import annotations

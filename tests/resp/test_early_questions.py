@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A first question that a caller's thread sends: never waited for, never mixed with another's."""
 
 from __future__ import annotations

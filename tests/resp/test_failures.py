@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server that is up and of no use: what its operations fail with is said, until they work."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server that dies, stops, fills up, refuses or talks nonsense: every call is answered."""
 
 from __future__ import annotations

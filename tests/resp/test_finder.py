@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Look-ups of maps: how often, on which connections, with which rights, and of which names."""
 
 from __future__ import annotations

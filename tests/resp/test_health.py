@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a server is up: the decisions, the prober and what workers say of their server."""
 
 from __future__ import annotations

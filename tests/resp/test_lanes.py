@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One thread, several connections: what happens to the others when one is slow, lost or missing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Maps of clusters: of any size, and with servers that the cluster does not name."""
 
 from __future__ import annotations

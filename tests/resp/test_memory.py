@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connections and look-ups that fail are freed without the garbage collector."""
 
 from __future__ import annotations

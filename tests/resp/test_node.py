@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers of a plane: redirections, threads that cannot start, a primary that moves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options and URLs: what they mean, and what is refused without quoting a secret."""
 
 from __future__ import annotations

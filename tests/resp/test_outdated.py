@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sentinels and cluster nodes that do not know what the others know, and servers that move."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole chunks through a real server, and the order in which their stripes become visible."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls about keys: what a cluster is asked, and chunks that are kept."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a cluster redirects: where it leads (pure), and real servers while slots move."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plane listens to what servers tell of removed keys, and asks again what nobody tells."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A removal hides the chunk at once, whatever else it may ask, and leaves newer stores alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What moving data costs beside the data: no copies, no threads, no descriptors left."""
 
 from __future__ import annotations

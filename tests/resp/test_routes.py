@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which server has a key, beside redis-py's own arithmetic."""
 
 from __future__ import annotations

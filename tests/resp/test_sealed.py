@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sealed values: what a stranger with write access can do to them is a miss."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A password, wherever it comes from, stays out of logs, answers, errors and process lists."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real Sentinel: the master found by name, fail-over followed, a stale master left."""
 
 from __future__ import annotations

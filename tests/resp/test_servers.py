@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract against every server here: Redis of the PATH, Redis 6.2, Valkey."""
 
 from __future__ import annotations

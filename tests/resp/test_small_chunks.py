@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many small chunks at once: each is answered for itself, once, whatever happens."""
 
 from __future__ import annotations

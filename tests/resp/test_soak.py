@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The soak that runs for ten minutes by hand, for one fault of each ground."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whom to ask and whom to believe, over random histories."""
 
 from __future__ import annotations
@@ -177,6 +178,37 @@ def test_who_knew_less_than_a_greater_epoch_is_asked_again() -> None:
     world.says[NODES[0]] = Answer(OTHER, 0)
     assert NODES[1] in world.look_up()
     assert world.map == NEW
+
+
+epochs = st.none() | st.integers(0, 4)
+doubts = st.sampled_from(["", "s_down", "o_down"])
+answers_of_one_map = st.builds(Answer, st.just(NEW), epochs, doubts)
+
+
+@given(answers_of_one_map, st.lists(answers_of_one_map, max_size=PANEL), st.sampled_from(Doubt))
+@example(Answer(NEW, 2, "s_down"), [Answer(NEW, 3, "s_down"), Answer(NEW, 1)], Doubt.BROKEN)
+def test_the_order_of_answers_does_not_matter(
+    belief: Answer, answers: list[Answer], doubt: Doubt
+) -> None:
+    found = set()
+    for order in itertools.permutations(zip(NODES, answers, strict=False)):
+        sources = sentinels(PANEL).sources
+        sources.belief = belief
+        sources.begin(doubt)
+        for source, answer in order:
+            sources.answered(source, answer)
+        assert not sources.end()
+        found.add(sources.belief)
+    (after,) = found
+    assert after in {belief, *answers}
+    # Less doubt, or a newer epoch. An older one only if nobody says a newer one.
+    known = [each.epoch for each in (belief, *answers) if each.epoch is not None]
+    if after.epoch is not None and belief.epoch is not None and after.epoch < belief.epoch:
+        assert belief.doubt
+        assert not after.doubt
+        assert max(known) == belief.epoch
+    if any(not each.doubt and each.epoch == belief.epoch for each in answers):
+        assert not after.doubt
 
 
 def with_gap(*servers: Endpoint, first: int = 0) -> ServerMap:

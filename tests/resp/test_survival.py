@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cuts after every byte, garbage on every connection, LOADING, and the speed afterwards."""
 
 from __future__ import annotations

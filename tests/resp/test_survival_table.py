@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What survival.md says is tested: each test that it names exists."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TLS against every kind of server: who is believed, who is not, and what is said about it."""
 
 from __future__ import annotations

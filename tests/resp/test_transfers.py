@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks in flight: the outcome of a load from its stripes, and the order of a store."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server that trickles, or never ends: every call is over by its deadline, in bounded memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks that expire, counted from the store or from the last load; and RESP3."""
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ import pytest
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
-from tests.resp.helpers import Chunk, read, running, write
+from tests.resp.helpers import Answers, Chunk, read, running, write
 from tests.servers import RedisServer
 
 SLOT = 4096
@@ -56,6 +57,20 @@ def test_a_load_begins_the_time_anew(server: RedisServer) -> None:
         assert read(plane, loaded) == [ReadOutcome.LOADED]
         assert loaded.content == chunk.content
         assert left_s(server, chunk) <= set(range(4900, 5001))
+
+
+def test_what_nobody_asked_for_expires_as_before(server: RedisServer) -> None:
+    """A load that fills a host pool is no use of the chunk."""
+    chunk, loaded = Chunk(1, 20_000, SLOT, seed=1), Chunk(1, 20_000, SLOT)
+    with running(server.url, ttl_s=5000, ttl_refresh=True) as plane:
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        expire_all(server, chunk, 100)
+        answers, transfer = Answers(), loaded.io()
+        transfer.is_asked_for = False
+        plane.load_all([transfer], answers)
+        assert answers.of([transfer]) == [ReadOutcome.LOADED]
+        assert loaded.content == chunk.content
+        assert left_s(server, chunk) <= set(range(1, 101))
 
 
 def test_impossible_times() -> None:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads, writes, scans and cancels at random, with the books of what must come back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server on a real socket that answers as told: at once, a byte now and then, without end."""
 
 from __future__ import annotations

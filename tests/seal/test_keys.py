@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file of keys, and the seal in a header."""
 
 from __future__ import annotations

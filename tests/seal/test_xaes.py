@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cipher, against the vectors of its specification and against AES-GCM itself."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A third tier: chunks as objects of any store that fsspec knows. Only the tests have it.
 
 An object is the header of the chunk's stripe 0, whose checksum covers the whole payload, then the

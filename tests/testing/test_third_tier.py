@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tier beside disk and Redis needs its own file, and one line of registration."""
 
 from __future__ import annotations

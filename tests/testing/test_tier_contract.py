@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract that ships, on the tiers that do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An agent with a third tier, in a process of its own: `test_third_tier` runs it.
 
 The line of registration is run before anything else of the package reads `KINDS`. In the package it

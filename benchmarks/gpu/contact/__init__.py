@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """First contact with a GPU: parts that say what holds there, in the order of what they are worth.
 
     facts       what the driver says of itself and of the GPU, and the machine's limits

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many batches of scattered copies of unequal sizes: crashes, hangs or wrong bytes?
 
 Host memory is registered, as the host pool is. The smallest batches come first.

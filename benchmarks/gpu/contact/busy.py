@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gathers beside a process that computes: what they take then, and what they cost that process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gathers and scatters as the agent makes them, on memory of an `Exporter`."""
 
 from __future__ import annotations

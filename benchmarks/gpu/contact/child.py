@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process of one part: `python -m benchmarks.gpu.contact.child NAME [--quick]`.
 
 A part is a module with `measure`, which gives figures one after the other, and ``QUICK``, its

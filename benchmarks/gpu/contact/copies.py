@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GB/s of whole calls by page size and by the way they move, beside one plain copy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process with GPU memory that another opens: an engine reduced to what the driver sees.
 
 Its memory is one allocation, or is mapped in pieces as cumem and expandable segments do it. It

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the driver says of itself and of the first GPU, and what the machine allows."""
 
 from __future__ import annotations

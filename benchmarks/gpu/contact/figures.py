@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A figure, what is good, and how it is written. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Closing the memory of a process that was killed while a copy from it ran.
 
 An agent does so after each engine that dies. Where it takes long or does not return, the GPU's

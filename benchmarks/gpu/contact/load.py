@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process that keeps a GPU busy, as an engine does; it prints the milliseconds of its steps.
 
 decode multiplies a small batch with weights that exceed the GPU's cache, prefill a large one. A

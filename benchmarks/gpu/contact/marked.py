@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pytest -m cuda`: each failure when it is there, and how many passed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small transformer whose prefix goes through an agent and comes back: its logits stay the same.
 
 Random weights, attention and a feed-forward layer per block: enough that a wrong byte of KV, or a

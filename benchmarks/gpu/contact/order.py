@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random fills with late signals: what a gather reads and a scatter leaves, compared each time."""
 
 from __future__ import annotations

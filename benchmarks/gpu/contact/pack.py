@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folder for first contact on a machine with a GPU and torch, but without index or compiler.
 
 It has this checkout's Python, the native extension and the kernels as they are built here, wheels

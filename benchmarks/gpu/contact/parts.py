@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts in the order of what they are worth, and what each may take. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that is mapped in pieces and shared by descriptors, then `model` on such memory.
 
 One piece is what vLLM's cumem allocator makes of a KV cache; many are torch's expandable segments,

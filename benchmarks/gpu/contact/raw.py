@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory and signals between two processes by the driver alone, also after the exporter's end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the parts, and keeps each figure when it comes: on the screen and in two files.
 
     figures.md      a table, to read and to send

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What mapping an engine and pinning the host pool do to other threads, and to other processes."""
 
 from __future__ import annotations

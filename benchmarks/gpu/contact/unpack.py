@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """First contact from the folder that `scripts/bench gpu --pack` has made: `python3 first-contact`.
 
 It needs the Python that the folder was made for, with torch for the GPU: no index, no compiler and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How large a model's KV cache is, from its config.json alone.
 
 configs     where the config.json is: named by a path, or in the local Hugging Face cache

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the config.json of a model by what `vllm serve` takes. Nothing is downloaded.
 
 That is a directory, or the name of a repository, whose files lie in the cache of huggingface_hub
@@ -69,11 +70,12 @@ def _in_hub_cache(model: str, revision: str) -> Path:
         reference = repository / "refs" / revision
         commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
         found = sorted(each.name for each in commits.iterdir())
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"{model} is no directory here, and the Hugging Face cache {cache} does not have it "
-            f"({error.strerror}): start vLLM with it once, set HF_HOME as for vLLM, or name the "
-            "model's directory. Nothing is downloaded"
+            f"({why}): start vLLM with it once, set HF_HOME as for vLLM, or name the model's "
+            "directory. Nothing is downloaded"
         ) from None
     if commit not in found:
         raise ConfigError(

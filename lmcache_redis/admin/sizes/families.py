@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the config.json of a model says of its layers, for each model type that is known.
 
 The sizes are those of vLLM's own KV cache specs: tests/integrations/test_sizes.py builds the models

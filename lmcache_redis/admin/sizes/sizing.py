@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How large the KV cache of a model is: of a token, of a chunk, in a memory, on a link. Pure.
 
 Redis holds a part of a chunk as stripes, with headers, keys, and the server's share.

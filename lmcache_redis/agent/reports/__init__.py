@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an agent says of itself. Nothing here moves KV.
 
 words        STATUS in words, for `status`, `top` and the page

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The last hour as bars by minute, in inline SVG without script. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers WHY and LAYOUTS: why a request missed, and why two engines do not share.
 
 What a lookup found is kept (`history`). Where its first missed chunk is now, and whether other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an agent exposes over HTTP beside its counters: values of its status, pages and documents.
 
 `/status.json` and `/why.json` are what the agent answers to STATUS, WHY and LAYOUTS. Ids of
@@ -55,10 +56,11 @@ _OF_TENANTS: Final = {
     ),
     "retrieved_bytes": ("retrieved_bytes", "bytes scattered into blocks of engines"),
     "gathered_bytes": ("gathered_bytes", "bytes gathered from blocks of engines"),
-    "dropped_chunks": ("dropped_chunks", "chunks not stored because of --tenant-bytes"),
+    "dropped_chunks": ("dropped_chunks", "chunks not written because of --tenant-bytes"),
     "stored_bytes": ("stored_bytes", "payload bytes written to Redis"),
 }  # fmt: skip
 _MOST_MISSES = 10
+_MOST_REQUESTS = 200
 # How long Redis may take for what `why` asks it.
 _WHY_S = 2.0
 _NOT_EXPOSED: Final = "this agent does not show requests: start it with --expose-requests"
@@ -119,13 +121,15 @@ def pages_of(agent: Agent, ask: _Ask) -> dict[str, WsgiApp]:
 
 def _question(query: str) -> m.Question:
     """Of `request=ID&most=N`, or `layouts=A&layouts=B`. Raises what a wrong one deserves."""
-    found = parse_qs(query, max_num_fields=16)
+    found = parse_qs(query, keep_blank_values=True, max_num_fields=16)
     if "layouts" in found:
         return msgspec.convert({"call_id": 1, "wanted": found["layouts"]}, m.Layouts)
     fields: dict[str, Any] = {
         name: found[name][-1] for name in ("request", "most") if name in found
     }
-    return msgspec.convert({"call_id": 1, **fields}, m.Why, strict=False)
+    asked = msgspec.convert({"call_id": 1, **fields}, m.Why, strict=False)
+    # The loop makes the answer, and lookups wait meanwhile.
+    return msgspec.structs.replace(asked, most=min(asked.most, _MOST_REQUESTS))
 
 
 def last_misses(agent: Agent) -> list[PastRequest]:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An hour of an agent's counters, for the page at `/`: a ring of fixed size.
 
 One sample is taken every `SAMPLE_S` while there is a page. A minute is the sum of what grew between

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page at `/` of `--metrics`: one look at an agent, in HTML. Pure.
 
 It needs no script: it is made anew at each request, and the browser asks again every few seconds.
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import time
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from html import escape
@@ -20,7 +22,7 @@ from lmcache_redis.agent.reports.charts import charts
 from lmcache_redis.agent.reports.history import Minute
 from lmcache_redis.agent.sessions import PastRequest
 from lmcache_redis.metrics import COUNTERS
-from lmcache_redis.tenants import NONE
+from lmcache_redis.tenants import NONE, OTHER
 from lmcache_redis.tier_kinds import HOST, KINDS, TierKind
 from lmcache_redis.units import shown_age, shown_bytes
 
@@ -105,7 +107,7 @@ footer { margin-top: 18px; color: var(--soft); font-size: 12.5px; }
     .replace("@FILLS@", _FILLS)
 )
 _STYLE_HASH = b64encode(sha256(_STYLE.encode()).digest()).decode()
-# Of all that names what engines serve: no other site may use it, nothing keeps it.
+# Of all that names what engines serve: no page of another origin may read it, nothing keeps it.
 PRIVATE: Final = (
     ("X-Content-Type-Options", "nosniff"),
     ("Referrer-Policy", "no-referrer"),
@@ -326,9 +328,7 @@ def _models(report: Mapping[str, Any]) -> str:
             words.percent(words.rate_of(use["hit_tokens"], use["lookup_tokens"])),
             f"{use['lookups']:,}",
             f"{use['saved_tokens']:,}",
-            words.shown_seconds(use["saved_prefill_s"])
-            if use["saved_tokens"] > use["saved_untimed_tokens"] or not use["saved_tokens"]
-            else "unknown",
+            _saved(use),
         )
         for name, use in models
     )
@@ -336,22 +336,41 @@ def _models(report: Mapping[str, Any]) -> str:
     return _table(titles, rows, "none has asked for a prompt yet")
 
 
+def _saved(use: Mapping[str, Any]) -> str:
+    if use["saved_tokens"] > use["saved_untimed_tokens"] or not use["saved_tokens"]:
+        return words.shown_seconds(use["saved_prefill_s"])
+    return "unknown"
+
+
 def _tenants(report: Mapping[str, Any]) -> str:
-    """The largest; nothing while no request had one."""
-    tenants = report.get("tenants", {})
+    """The largest, and all others in one row; nothing while no request had one."""
+    tenants = dict(report.get("tenants", {}))
     if not tenants.keys() - {NONE}:
         return ""
+    others = [each for each in tenants if each != OTHER][_MOST_TENANTS:]
+    others += [OTHER] if OTHER in tenants else []
+    sums: Counter[str] = Counter()
+    for name in others:
+        use = tenants.pop(name)
+        sums.update({field: value or 0 for field, value in use.items()})
+    if others:
+        tenants[OTHER] = sums
     rows = (
         (
             name,
             words.percent(words.rate_of(use["hit_tokens"], use["lookup_tokens"])),
             f"{use['lookup_tokens']:,}",
             f"{use['saved_tokens']:,}",
+            _saved(use),
+            shown_bytes(use["retrieved_bytes"]),
             shown_bytes(use["stored_bytes"]),
         )
-        for name, use in [*tenants.items()][:_MOST_TENANTS]
+        for name, use in tenants.items()
     )
-    titles = ("tenant", "hit rate ", "tokens asked for ", "not computed ", "written to Redis ")
+    titles = (
+        "tenant", "hit rate ", "tokens asked for ", "not computed ", "prefill saved ", "loaded ",
+        "written to Redis ",
+    )  # fmt: skip
     return f"<section><h2>Tenants</h2>{_table(titles, rows, '')}</section>"
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--record FILE`: lookups and stores as lines of JSON, for `lmcache-redis plan`.
 
 The loop thread puts what happens into a queue of bounded length and goes on; a thread writes. What

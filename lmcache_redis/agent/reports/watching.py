@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What schedulers are told of chunks that come and go, for events to routers.
 
 A WATCH stays open until soon after the first change. Nothing here runs, and the pool notes nothing,

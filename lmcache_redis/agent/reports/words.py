@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a STATUS document says, in words: for `status`, `top` and the page of `--metrics`. Pure."""
 
 from __future__ import annotations

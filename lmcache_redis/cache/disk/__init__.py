@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The disk tier: chunks as files in a local directory, found again after a restart.
 
 format  the contents of a file, byte by byte, and its name

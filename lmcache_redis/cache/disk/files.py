@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of the disk tier: written whole or not at all, and found again after a restart.
 
 A file is written under a temporary name in its final folder, then renamed. Nothing is forced to

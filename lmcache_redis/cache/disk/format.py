@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One chunk in one file, byte by byte, and the name of that file.
 
 A first page, then exactly the payload. Little-endian:

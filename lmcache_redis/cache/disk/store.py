@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The disk tier's index and files, kept consistent. Calls block; `tier` has the threads.
 
 Files are written, read and removed outside the lock. This is safe because no name is used twice: a

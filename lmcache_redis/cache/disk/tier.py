@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The disk tier: a `BlockingTier` over the files of a directory, which it locks.
 
 A tier that is closed while a call hangs keeps its directory locked, because the call may still

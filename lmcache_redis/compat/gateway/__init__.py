@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `lm://` server: LMCache's TCP protocol on top of a cache.
 
 One asyncio loop owns the cache (`lmcache_redis.objects.cache`), all connections and all decisions.

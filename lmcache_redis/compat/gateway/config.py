@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings of `lmcache-redis gateway`, in the manner of `lmcache_redis.config`.
 
 The command's options are generated from the fields.

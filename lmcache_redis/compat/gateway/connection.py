@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One client: its requests, one after the other, and what they do with the cache.
 
 A PUT has no reply. One that cannot be stored (a malformed key, an unknown dtype, no memory) is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starting and stopping a gateway: `lmcache-redis gateway`."""
 
 from __future__ import annotations

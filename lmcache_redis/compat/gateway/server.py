@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server: who may connect, limits, figures, stopping.
 
 One loop, one task for each client. The server accepts without asyncio's server: a client that may

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One client's socket on the loop, with or without TLS: exact receives and sends with a deadline.
 
 Bytes move between the kernel (or TLS) and the caller's buffers, as many as the socket takes or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Translates between messages of the protocol and the cache: keys and metadata.
 
 A key text is `model@world_size@worker_id@chunk_hash@dtype`, then `@layer_id` for one layer's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The copy kernels as PTX, which the driver of a GPU compiles: a file and an entry for each name.
 
 ``gather_16.ptx`` copies pages to staging by accesses of 16 bytes, ``scatter_1.ptx`` staging to

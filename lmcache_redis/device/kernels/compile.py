@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the PTX files from `source`, by Triton: ``python compile.py DIRECTORY``. Run by setup.py.
 
 Run as a program, because builds have Triton and nothing of this package. It needs no GPU, no torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gather and scatter in Triton. Compiled when the package is built, and never imported to serve.
 
 A program moves one tile of one chunk (`lmcache_redis.device.table`). The direction and the width of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's connector: ``--kv-transfer-config '{"kv_connector":"LMCacheRedisConnector", ...}'``.
 
 vLLM calls ``register`` in each of its processes, through the entry point group
@@ -14,9 +15,10 @@ worker          loads and stores of a worker, from their start to their end
 setup           makes these parts, and registers a worker's KV cache
 support         which engines can be cached, and the groups of their layers
 identity        what decides the bytes of the KV cache, besides its layout
-engine          what the connector needs of vLLM's engine beyond its interface: updates of weights,
-                pauses, resets; `parameters` tells whether the weights in memory have changed,
-                and `wrapping` wraps vLLM's methods
+needs           what we need of vLLM's insides: each thing, since when, and what happens without it
+engine          updates of weights, pauses, resets: what no interface tells of vLLM's engine.
+                `making` sees it made, `wrapping` wraps its methods, and `parameters` tells whether
+                the weights in memory have changed
 epoch           separates the KV of old weights from that of new ones
 guard           keeps errors of the cache out of the engine
 reports         statistics, spans and events
@@ -60,7 +62,9 @@ def _guarded(part: Callable[[], None], without: str) -> None:
 def _register_connector() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if CONNECTOR_NAME not in KVConnectorFactory._registry:
+    from lmcache_redis.integrations.vllm import needs
+
+    if CONNECTOR_NAME not in needs.REGISTRY.of(KVConnectorFactory):
         KVConnectorFactory.register_connector(
             CONNECTOR_NAME, "lmcache_redis.integrations.vllm.connector", CONNECTOR_NAME
         )
@@ -71,14 +75,16 @@ def _register_tier() -> None:
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
     except ImportError:  # a vLLM without tiers
         return
-    if TIER_TYPE not in SecondaryTierFactory._registry:
+    from lmcache_redis.integrations.vllm import needs
+
+    if TIER_TYPE not in needs.TIER_REGISTRY.of(SecondaryTierFactory):
         SecondaryTierFactory.register_tier(
             TIER_TYPE, "lmcache_redis.integrations.vllm_tier", "RedisTierManager"
         )
 
 
 def _watch_loading() -> None:
-    from lmcache_redis.integrations.vllm.identity.files import watch_loading
+    from lmcache_redis.integrations.vllm.making import watch_loading
 
     watch_loading(_look_at_files)
 

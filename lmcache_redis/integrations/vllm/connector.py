@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``LMCacheRedisConnector``: vLLM's ``KVConnectorBase_V1`` for both roles.
 
 No error of the cache reaches the engine: what is not cached is computed. Every entry point is
@@ -23,8 +24,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.errors import LMCacheRedisError
+from lmcache_redis.integrations.vllm import making, needs
 from lmcache_redis.integrations.vllm.engine import (
     Engine,
+    adapters_of,
     is_pausing,
     listen,
     listeners,
@@ -59,9 +62,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.lmcache_redis")
 
 # vLLM 0.30 or newer is told which requests' loads failed, and allocates other blocks for them.
-_TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
+_TransferResults: Any = needs.TRANSFER_RESULTS.of(base)
 # An engine that goes to sleep waits this long for the agent to unmap its memory.
 _UNMAP_WITHIN_S = 5.0
+
+making.watch_schedulers()  # vLLM has loaded no plugin if VLLM_PLUGINS leaves this package out
 
 
 class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
@@ -87,13 +92,14 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         self._loaded: dict[str, Request] = {}
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._engine: Engine | None = None  # in the scheduler
-        self._has_adapters = getattr(vllm_config, "lora_config", None) is not None
+        self._has_adapters = needs.LORA_CONFIG.of(vllm_config) is not None
         self._start()
 
     @guarded(nothing)
     def _start(self) -> None:
         by_request = _TransferResults is not None
         try:
+            needs.require()
             self._set_up = SetUp.of(self, takes_failed_loads=by_request)
         except LMCacheRedisError as error:
             logger.error("the cache stays off: %s", error)
@@ -130,12 +136,16 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     @guarded(nothing)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Called by vLLM before 0.30, whose scheduler already has the manager."""
-        self.bind_kv_cache_manager(Engine.found().kv_cache_manager())
+        engine = Engine.in_the_making()
+        self.bind_kv_cache_manager(None if engine is None else engine.kv_cache_manager())
 
     @guarded(nothing)
-    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager | None) -> None:
         """Starts the cache: it needs vLLM's blocks."""
-        pool, engine = kv_cache_manager.block_pool, Engine.found()
+        if (engine := Engine.in_the_making()) is None or kv_cache_manager is None:
+            logger.error("the cache stays off: %s", making.NOT_SEEN)
+            return
+        pool = kv_cache_manager.block_pool
         # Also where the cache is off: vLLM defers the freeing of blocks for any connector.
         watch_resets(
             pool, lambda: self._before_reset(engine), lambda: self._given_back(pool, engine)
@@ -289,8 +299,9 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     @guarded(nothing)
     def adapters_read(self) -> None:
         """vLLM may have read adapters: asks the workers which ones they have in memory."""
-        if self._scheduler is not None and self._engine is not None and self._has_adapters:
-            found = self._engine.in_workers(adapters_in_memory)
+        engine = self._engine if self._has_adapters else None
+        if self._scheduler is not None and engine is not None and engine.was_seen:
+            found = engine.in_workers(adapters_in_memory)
             self._scheduler.adapters_read(dict(enumerate(found)))
 
     @guarded(nothing)
@@ -314,7 +325,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
             return
         self._kv_caches = kv_caches
         if self._has_adapters and self._worker.adapters is None:
-            self._worker.adapters = Engine.adapters()
+            self._worker.adapters = adapters_of(self._vllm_config)
         try:
             self._set_up.register(self._adapter, kv_caches)
         except LMCacheRedisError as error:

@@ -1,11 +1,12 @@
-"""What the connector needs of vLLM's engine, and is not told or given by its interface.
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to vLLM's engine, and its interface does not tell.
 
-The engine makes the scheduler, and the scheduler makes the connector, so both are found on the
-stack (`Engine.found`). These methods are wrapped; they run in the scheduler's process, between two
-steps:
+The engine is the one that is being made (`making`). These methods are wrapped; they run in the
+scheduler's process, between two steps. `needs` says what happens where one of them is missing.
 
 collective_rpc        every update of weights by vLLM goes through it; `parameters` notices others
 set_weight_version    names the weights
+_reset_caches         empties vLLM's caches for a pause, and calls what resets its prefix cache
 sleep, wake_up        of the executor: at level 2 the weights are thrown away
 add_lora              reads an adapter, hours before its first request if vLLM preloads it
 shutdown              ends its workers first, and is killed if that takes 5 s
@@ -16,25 +17,24 @@ update_from_output    of the scheduler (`Engine.watch_outputs`): it takes the ou
 
 from __future__ import annotations
 
-import inspect
 import logging
+import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+from lmcache_redis.errors import Unsupported
+from lmcache_redis.integrations.vllm import making, needs
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.identity.lora import AdaptersInMemory
 from lmcache_redis.integrations.vllm.parameters import Parameters, parameters_digest
-from lmcache_redis.integrations.vllm.wrapping import wrap, wrap_once
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -74,90 +74,77 @@ _T = TypeVar("_T")
 listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def on_the_stack(kind: type[_T]) -> Iterator[_T]:
-    """The objects of ``kind`` with a method that is running on this thread, innermost first."""
-    selves = (frame.f_locals.get("self") for frame in _frames())
-    return (found for found in selves if isinstance(found, kind))
+class _Pausing(threading.local):
+    now = False
 
 
-def is_asked_by(kind: type) -> bool:
-    """Whether a class method of ``kind`` is running on this thread."""
-    classes = (frame.f_locals.get("cls") for frame in _frames())
-    return any(isinstance(each, type) and issubclass(each, kind) for each in classes)
+_pausing = _Pausing()
 
 
 def is_pausing() -> bool:
     """Whether vLLM empties its caches for a pause, which says nothing about the weights."""
-    return any(frame.f_code.co_name == "_reset_caches" for frame in _frames())
-
-
-def _frames() -> Iterator[FrameType]:
-    """Of the functions that are running on this thread, innermost first."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    return _pausing.now
 
 
 class Engine:
-    """The engine whose scheduler makes a connector. Holds it weakly: the engine owns us."""
+    """The engine whose scheduler makes a connector. Holds it weakly: the engine owns us.
 
-    def __init__(self, core: Any, scheduler: Any) -> None:
-        self._core, self._scheduler = _weak(core), _weak(scheduler)
+    executor: None if it was not seen: then nothing is asked of its workers.
+    """
+
+    def __init__(self, executor: Any, scheduler: Any) -> None:
+        self._executor, self._scheduler = _weak(executor), _weak(scheduler)
 
     @classmethod
-    def found(cls) -> Engine:
-        """The engine that is being made on this thread."""
-        from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.engine.core import EngineCore
+    def in_the_making(cls) -> Engine | None:
+        """The engine whose scheduler is being made on this thread; None: none was seen."""
+        if (scheduler := making.scheduler()) is None:
+            return None
+        return cls(making.executor_of(needs.SCHEDULER_CONFIG.of(scheduler)), scheduler)
 
-        return cls(next(on_the_stack(EngineCore), None), next(on_the_stack(Scheduler), None))
+    @property
+    def was_seen(self) -> bool:
+        """Whether its workers can be asked."""
+        return self._executor() is not None
 
     @property
     def vllm_config(self) -> VllmConfig | None:
-        """None if no engine is being made."""
-        return getattr(self._core(), "vllm_config", None)
+        """None if the engine is gone, or its workers were never seen."""
+        config: VllmConfig | None = needs.EXECUTOR_CONFIG.of(self._executor())
+        return config
 
     def is_of(self, core: Any) -> bool:
         """Whether this is the engine of an ``EngineCore``."""
-        return core is not None and self._core() is core
+        executor = self._executor()
+        return executor is not None and needs.MODEL_EXECUTOR.of(core) is executor
 
     def in_workers(self, function: Callable[[Any], _T]) -> list[_T]:
         """What a function of a module returns for each rank's worker, in order of the ranks."""
-        return list(self._core().model_executor.collective_rpc(function))
-
-    @staticmethod
-    def adapters() -> AdaptersInMemory | None:
-        """Those of the worker whose runner of models is calling on this thread."""
-        from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
-
-        try:
-            return AdaptersInMemory.of(next(on_the_stack(LoRAModelRunnerMixin)))
-        except (AttributeError, StopIteration):  # then adapters are not cached, with a sentence
-            return None
+        if (executor := self._executor()) is None:
+            raise Unsupported(making.NOT_SEEN)
+        return list(needs.EXECUTOR_RPC.of(executor)(function))
 
     def kv_cache_manager(self) -> Any:
         """None before the scheduler has made it."""
-        return getattr(self._scheduler(), "kv_cache_manager", None)
+        return needs.KV_CACHE_MANAGER.of(self._scheduler())
 
     def is_paused(self) -> bool:
         """Whether vLLM is paused or asleep."""
-        return bool(getattr(self._scheduler(), "pause_state", 0))
+        return bool(needs.PAUSE_STATE.of(self._scheduler()))
 
     def deferred_blocks(self) -> list[KVCacheBlock]:
         """Those that vLLM will free when the step in flight, which may still write them, has ended.
 
         It does so with any connector that loads. Null blocks are left out.
         """
-        deferred = getattr(self._scheduler(), "deferred_frees", ())
+        deferred = needs.DEFERRED_FREES.of(self._scheduler())
         return [block for _, blocks in deferred for block in blocks if not block.is_null]
 
     def parameters(self) -> Parameters | None:
         """The parameters of all ranks, read now; None if they cannot be read."""
-        executor = getattr(self._core(), "model_executor", None)
+        executor = self._executor()
         try:
-            sleeping = getattr(executor, "sleeping_tags", ("weights",))
-            if getattr(executor, "is_sleeping", False) and "weights" in sleeping:
+            if needs.IS_SLEEPING.of(executor) and "weights" in needs.SLEEPING_TAGS.of(executor):
                 return None  # they may be unmapped
             return Parameters.of_ranks([Parameters(*e) for e in self.in_workers(parameters_digest)])
         except Exception as error:  # whatever an executor or a model raises
@@ -179,7 +166,7 @@ class Engine:
             taken(scheduler_output)
             return outputs
 
-        wrap(self._scheduler(), "update_from_output", around)
+        needs.UPDATE_FROM_OUTPUT.wrap(self._scheduler(), around)
 
     def give_up_load(self, request: Request) -> None:
         """Frees the blocks of a request whose load has begun or ended; it starts over.
@@ -188,7 +175,7 @@ class Engine:
         """
         scheduler = self._scheduler()
         if scheduler is not None:
-            scheduler.kv_cache_manager.free(request)
+            needs.KV_CACHE_MANAGER.of(scheduler).free(request)
             if not request.is_finished():
                 request.num_computed_tokens = 0
 
@@ -197,16 +184,27 @@ def _weak(found: Any) -> Callable[[], Any]:
     return (lambda: None) if found is None else weakref.ref(found)
 
 
+def adapters_of(vllm_config: VllmConfig) -> AdaptersInMemory | None:
+    """Those of the worker of an engine in this process."""
+    try:
+        return AdaptersInMemory.of(needs.MODEL_RUNNER.of(making.worker_of(vllm_config)))
+    except AttributeError:  # then adapters are not cached, with a sentence
+        return None
+
+
 def recompute_failed_loads(connector: KVConnectorBase_V1) -> bool:
     """Sets ``kv_load_failure_policy`` to ``recompute``; vLLM's default fails the request.
 
-    The scheduler reads it after it has made the connector. A child of ``MultiConnector`` has a copy
-    of the config, and its parent's constructor is still running. Returns whether it has a parent.
+    The scheduler reads that of its own config after it has made the connector. A child of
+    ``MultiConnector`` has another. Returns whether the connector is one, as its scheduler sees it.
     """
-    parents = [each for each in on_the_stack(KVConnectorBase_V1) if each is not connector]
-    for each in (connector, *parents):
-        each._kv_transfer_config.kv_load_failure_policy = "recompute"
-    return bool(parents)
+    own = needs.CONNECTOR_TRANSFER.of(connector)
+    engines, scheduler = own, making.scheduler()
+    if scheduler is not None:
+        engines = needs.SCHEDULER_CONFIG.of(scheduler).kv_transfer_config
+    for each in (own, engines):
+        each.kv_load_failure_policy = "recompute"
+    return engines is not own
 
 
 def watch_resets(
@@ -221,7 +219,7 @@ def watch_resets(
         with during():
             return bool(reset())
 
-    wrap(pool, "reset_prefix_cache", around)
+    needs.RESET_PREFIX_CACHE.wrap(pool, around)
 
 
 def watch_new_blocks(pool: BlockPool, given: Callable[[Sequence[KVCacheBlock]], None]) -> None:
@@ -232,7 +230,7 @@ def watch_new_blocks(pool: BlockPool, given: Callable[[Sequence[KVCacheBlock]], 
         given(blocks)
         return blocks
 
-    wrap(pool, "get_new_blocks", around)
+    needs.GET_NEW_BLOCKS.wrap(pool, around)
 
 
 def listen(listener: Any) -> None:
@@ -241,16 +239,17 @@ def listen(listener: Any) -> None:
     from vllm.v1.executor.abstract import Executor
 
     listeners.add(listener)
-    for owner, name, around in (
-        (EngineCore, "collective_rpc", _around_rpc),
-        (EngineCore, "set_weight_version", _around_version),
-        (EngineCore, "add_lora", _around_adapter),
-        (EngineCore, "shutdown", _around_shutdown),
-        (Executor, "sleep", _around_sleep),
-        (Executor, "wake_up", _around_wake_up),
+    for owner, need, around in (
+        (EngineCore, needs.COLLECTIVE_RPC, _around_rpc),
+        (EngineCore, needs.SET_WEIGHT_VERSION, _around_version),
+        (EngineCore, needs.RESET_CACHES, _around_pause),
+        (EngineCore, needs.ADD_LORA, _around_adapter),
+        (EngineCore, needs.CORE_SHUTDOWN, _around_shutdown),
+        (Executor, needs.SLEEP, _around_sleep),
+        (Executor, needs.WAKE_UP, _around_wake_up),
     ):
-        if hasattr(owner, name):  # this vLLM may not have it
-            wrap_once(owner, name, around)
+        if need.is_in(owner):
+            need.wrap_once(owner, around)
 
 
 def _change_epochs(change: EpochChange, why: str) -> None:
@@ -282,6 +281,14 @@ def _around_rpc(
             _change_epochs(change, f"collective_rpc of {name}")
         elif method == _RESTORE_RPC:
             _rename(core)
+
+
+def _around_pause(reset_caches: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+    _pausing.now = True
+    try:
+        return reset_caches(core, *args, **kwargs)
+    finally:
+        _pausing.now = False
 
 
 def _around_adapter(add_lora: Callable[..., bool], core: Any, lora_request: Any) -> bool:
@@ -337,7 +344,7 @@ def _rename(core: Any) -> None:
     """Several engines may have been restored from one snapshot: each takes a name of its own."""
     suffix = uuid.uuid4().hex[:8]
     try:
-        core.model_executor.collective_rpc(rename, args=(suffix,))
+        needs.EXECUTOR_RPC.of(needs.MODEL_EXECUTOR.of(core))(rename, args=(suffix,))
     finally:
         rename(None, suffix)
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Epochs: they separate the KV of old weights from the KV of new weights.
 
 The name of every chunk begins with its engine's epoch: docs/internals/identity.md. `engine` notices

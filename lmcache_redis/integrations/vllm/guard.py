@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps errors of the cache out of the engine: after one, requests are computed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lookups of prefixes, for the connector in vLLM's scheduler: what can be loaded of a prompt."""
 
 from __future__ import annotations
@@ -79,11 +80,12 @@ class PrefixLookups:
             tracked.lookup = RequestLookup(chunks.start, time.monotonic())
             self.announce(tracked, chunks)
             self.prefill.begun.end(request.request_id)  # it was preempted
+            names = tracked.chunk_names()
             self._client.begin_lookup(
                 request.request_id,
-                tracked.chunk_names()[chunks.start : chunks.stop],
+                names[chunks.start : chunks.stop],
                 first_chunk=chunks.start,
-                before=tracked.chunk_names()[: chunks.start],
+                before=names[: chunks.start] if self._client.names_before else (),
                 token_s=0.0 if self._load_always else self.prefill.token_s,
                 busy_s=self.prefill.busy_s(time.monotonic()),
                 tenant=tracked.options.tenant,

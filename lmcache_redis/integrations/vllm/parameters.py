@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of the parameters that a worker computes with, read from its memory.
 
 A trainer in the engine's own process writes weights without any call that a connector could see
@@ -31,7 +32,7 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lmcache_redis.integrations.vllm.wrapping import wrap_once
+from lmcache_redis.integrations.vllm import needs
 
 _WORD_BYTES = 8
 _WORDS_AT_ONCE = 1 << 21  # the sum on a device takes five times 16 MiB of its memory
@@ -44,7 +45,6 @@ _CHANGING = re.compile(r"kv_cache|_fp8_[qkv]_amax|.*_(buffer|counter)")
 _FOLLOWS = re.compile(r"_fp8_([qkv])_scale")
 # Offloaders whose parameters are the weights themselves, wherever they lie.
 _IN_PLACE = ("NoopOffloader", "UVAOffloader")
-_PACKERS = ("create_onednn_mm", "create_onednn_scaled_mm")
 _PACKED_DIGEST = "lmcache_redis_digest"
 # Parameters that are empty or None once their bytes are packed elsewhere.
 _WEIGHT = re.compile(r"(.*_)?weight(_packed)?")
@@ -77,9 +77,9 @@ def parameters_digest(worker: Any) -> tuple[bytes, bytes | None]:
     Runs in the worker, by ``collective_rpc``. Raises if the worker has no model of torch, or the
     weights are where we do not know.
     """
-    runner = worker.model_runner
-    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-    models = [runner.get_model(), getattr(drafter, "model", None)]
+    runner = needs.MODEL_RUNNER.of(worker)
+    drafter = needs.DRAFTER.of(runner) or needs.SPECULATOR.of(runner)
+    models = [needs.GET_MODEL.of(runner)(), needs.DRAFTED_MODEL.of(drafter)]
     staged = _staged()
     factors: dict[torch.device, torch.Tensor] = {}
     weights, others, is_whole = _Digests(factors), _Digests(factors), not staged
@@ -104,9 +104,9 @@ def parameters_digest(worker: Any) -> tuple[bytes, bytes | None]:
 
 def watch_packing(ops: Any) -> None:
     """From now on, what ``ops`` (``vllm._custom_ops``) packs has a digest of what was packed."""
-    for name in _PACKERS:
-        if hasattr(ops, name):  # this vLLM may not have it
-            wrap_once(ops, name, _packed)
+    for each in needs.PACKERS:
+        if each.is_in(ops):
+            each.wrap_once(ops, _packed)
 
 
 def _packed(pack: Any, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ def _packed_in(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | by
 
     On a CPU vLLM takes the weight away from a linear layer, and gives it a function that has it.
     """
-    cells = getattr(vars(module).get("cpu_linear"), "__closure__", None) or ()
+    cells = getattr(needs.CPU_LINEAR.of(module), "__closure__", None) or ()
     found: list[torch.Tensor | bytes | None] = []
     for held in (cell.cell_contents for cell in cells):
         if isinstance(held, torch.Tensor):
@@ -224,23 +224,21 @@ def _staged() -> dict[int, torch.Tensor]:
 
     Raises AttributeError if vLLM offloads weights in a way that we do not know.
     """
-    try:
-        from vllm.model_executor.offloader import get_offloader
-    except ImportError:
-        return {}  # this vLLM has none
+    if (get_offloader := needs.GET_OFFLOADER.load()) is None:
+        return {}
     offloader: Any = get_offloader()
     if type(offloader).__name__ in _IN_PLACE:
         return {}
     return {
-        id(part._param): part._cpu_storage
-        for each in offloader.module_offloaders
-        for part in each._param_offloaders.values()
+        id(needs.STAGED_PARAM.of(part)): needs.STAGED_FROM.of(part)
+        for each in needs.MODULE_OFFLOADERS.of(offloader)
+        for part in needs.PARAM_OFFLOADERS.of(each).values()
     }
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The plain tensors that hold a tensor's bytes: some kinds of weights wrap several."""
-    partitions = getattr(tensor, "partitions", None)
+    partitions = needs.PARTITIONS.of(tensor)
     if isinstance(partitions, Mapping):  # vLLM's SharedWeightParameter
         for index, inner in partitions.items():
             yield from _plain(f"{name}.{index}", inner)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans loads and stores: which blocks hold which parts of chunks, and whether there is room.
 
 A chunk has one part for each group of layers. A load moves the parts that a prefix needs, as vLLM

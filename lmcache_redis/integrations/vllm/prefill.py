@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What computing a prompt takes an engine, and how long it is busy with those it has begun."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose KV is in vLLM's blocks.
 
 A chunk may be stored if every token from the start of the prompt to the chunk's end was computed by

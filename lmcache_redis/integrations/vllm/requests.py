@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the scheduler knows of requests: their options, names and lookups."""
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from lmcache_redis import tenants
+from lmcache_redis.integrations.vllm import needs
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.worker import Planned
@@ -52,7 +54,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenant: Any = ""  # a bad one must not void the others
 
     @staticmethod
-    def of(request: Request, policy: CachePolicy) -> RequestOptions:
+    def of(request: Request, policy: CachePolicy, names: TenantNames) -> RequestOptions:
         """What is done for a request. Options that make no sense are logged and not followed."""
         params = request.kv_transfer_params
         given = params if isinstance(params, Mapping) else {}
@@ -72,22 +74,32 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             options,
             load=options.load and policy.loads and is_cached and not is_brought,
             store=options.store and policy.stores and is_cached,
-            tenant=_tenant(request, options.tenant),
+            # Nor must others void it: its limit would not hold.
+            tenant=names.of(request, found.get("tenant") if isinstance(found, Mapping) else None),
         )
 
 
-def _tenant(request: Request, name: Any) -> str:
-    """The tenant of a request that gives this name; empty: none."""
-    if tenants.is_name(name):
-        return str(name)
-    if name == "":
-        return tenants.of_salt(getattr(request, "cache_salt", None) or "")
-    logger.warning(
-        "request %s has no tenant: %.80r is not a name: write at most %d printable characters, "
-        "not `none`, `other` or `*`, and no # first",
-        request.request_id, name, tenants.MOST_LETTERS,
-    )  # fmt: skip
-    return ""
+class TenantNames:
+    """Whose requests they are. Bad names are ignored, and each kind of them is logged once."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def of(self, request: Request, name: Any) -> str:
+        """The tenant of a request that gives this name (None: no name); empty: nobody."""
+        if name is not None and name != "":
+            fault = tenants.fault_of(name)
+            if not fault:
+                return str(name)
+            if fault not in self._logged:
+                self._logged.add(fault)
+                logger.warning(
+                    "request %s: the tenant %.80r is ignored: %s; write at most %d printable "
+                    "characters, without commas and without blanks at the ends, not `none`, "
+                    "`other` or `*`, and no # first (others like it are not logged)",
+                    request.request_id, name, fault, tenants.MOST_LETTERS,
+                )  # fmt: skip
+        return tenants.of_salt(needs.CACHE_SALT.of(request) or "")
 
 
 @dataclass(slots=True)
@@ -167,7 +179,8 @@ class Tracked:
 
     @property
     def trace_headers(self) -> Mapping[str, str] | None:
-        return getattr(self.request, "trace_headers", None)
+        headers: Mapping[str, str] | None = needs.TRACE_HEADERS.of(self.request)
+        return headers
 
     def hashed_tokens(self) -> int:
         return len(self.request.block_hashes) * self.hash_tokens
@@ -181,7 +194,7 @@ class Tracked:
     def is_client_named(self, chunk: int) -> bool:
         """Whether the name of a chunk covers a medium's name, which its client may have given."""
         end = (chunk + 1) * self.chunk_tokens
-        features = getattr(self.request, "mm_features", ())
+        features = needs.MM_FEATURES.of(self.request)
         return any(each.mm_position.offset < end for each in features)
 
     def chunk_names(self) -> Sequence[bytes]:
@@ -229,13 +242,13 @@ class MediaNames:
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        media = getattr(vllm_config.model_config, "multimodal_config", None)
+        media = needs.MULTIMODAL.of(vllm_config.model_config)
         self.are_counted = (
             media is not None
             and media.mm_processor_cache_gb == 0
             and not vllm_config.cache_config.enable_prefix_caching
         )
-        is_long = getattr(media, "mm_hasher_algorithm", None) == "sha512"
+        is_long = needs.MM_HASHER.of(media) == "sha512"
         self._digest = _LONG_DIGEST if is_long else _DIGEST
         self._has_warned = False
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connector in vLLM's scheduler: decides in each step what to look up, load and store.
 
 vLLM calls, for one request:
@@ -29,6 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lmcache_redis.client.scheduler import SchedulerClient
+from lmcache_redis.integrations.vllm import needs
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.lookups import PrefixLookups
 from lmcache_redis.integrations.vllm.planning import StepPlanner
@@ -37,6 +39,7 @@ from lmcache_redis.integrations.vllm.requests import (
     CachePolicy,
     RequestNames,
     RequestOptions,
+    TenantNames,
     Tracked,
 )
 from lmcache_redis.integrations.vllm.steps import Step, StepsInFlight
@@ -77,6 +80,7 @@ class ConnectorScheduler:
         self._is_idle = False  # the last step ran no model
         self._steps = StepsInFlight()
         self._has_hit = False
+        self._tenants = TenantNames()
         if announcer is not None:
             announcer.begin_epoch(names.epochs.current)
 
@@ -150,7 +154,7 @@ class ConnectorScheduler:
         for request_id in output.preempted_req_ids or ():
             if (tracked := self._tracked.get(request_id)) is not None:
                 self._lookups.forget(tracked)
-        for copy in getattr(output, "kv_cache_block_copies", None) or ():
+        for copy in needs.BLOCK_COPIES.of(output) or ():
             self._planner.provenance.copied(copy.src_block_id, copy.dst_block_id)
         filled: list[Planned] = []
         adapted: list[tuple[Request, bytes]] = []
@@ -347,7 +351,7 @@ class ConnectorScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             self._names.epochs.is_used = True
-            options = RequestOptions.of(request, self._policy)
+            options = RequestOptions.of(request, self._policy, self._tenants)
             prefix = self._names.prefix(request)
             tracked = Tracked(request, prefix, options, self._policy.hash_tokens)
             self._tracked[request.request_id] = tracked

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a connector is made of, from the settings of its engine."""
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import DeviceError
+from lmcache_redis.integrations.vllm import needs
 from lmcache_redis.integrations.vllm.engine import Engine, recompute_failed_loads
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.identity.engine_identity import (
@@ -59,14 +61,15 @@ def _speaks_for_its_node(parallel: ParallelConfig) -> bool:
     """
     if parallel.distributed_executor_backend != "mp":
         return bool(parallel.use_ray)
-    nodes = getattr(parallel, "nnodes_within_dp", 1)  # older vLLM has none
+    nodes: int = needs.NODES.of(parallel)
     workers = parallel.world_size // nodes
     return nodes > 1 and parallel.rank >= workers and parallel.rank % workers == 0
 
 
 @dataclass(frozen=True)
 class SetUp:
-    """What is found out at the start. beside_others: in a MultiConnector.
+    """What is found out at the start. beside_others: in a MultiConnector, if
+    this is the scheduler's process.
 
     pairs: of the identity, by part: they are made once.
     """
@@ -81,8 +84,11 @@ class SetUp:
     @classmethod
     def of(cls, connector: KVConnectorBase_V1, *, takes_failed_loads: bool) -> SetUp:
         """Raises LMCacheRedisError if the settings are wrong, or the engine cannot be cached."""
-        vllm_config, kv_cache_config = connector._vllm_config, connector._kv_cache_config
-        extra = connector._kv_transfer_config.kv_connector_extra_config
+        vllm_config, kv_cache_config = (
+            needs.CONNECTOR_CONFIG.of(connector),
+            needs.CONNECTOR_KV_CACHE.of(connector),
+        )
+        extra = needs.CONNECTOR_TRANSFER.of(connector).kv_connector_extra_config
         config = ClientConfig.from_extra_config(extra)
         beside_others = recompute_failed_loads(connector)
         groups = supported_groups(
@@ -158,7 +164,7 @@ class SetUp:
         )
         parallel = self.vllm_config.parallel_config
         adapters = AdapterDigests(
-            parallel.world_size, reads_again=getattr(parallel, "data_parallel_size", 1) > 1
+            parallel.world_size, reads_again=needs.DATA_PARALLEL_SIZE.of(parallel) > 1
         )
         media = MediaNames(self.vllm_config)
         names = RequestNames(epochs, media, adapters)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps between their scheduling and the moment at which vLLM's scheduler takes their output.
 
 Until then it is not known whether a step has computed what it should: it may raise when its output

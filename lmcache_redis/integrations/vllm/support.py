@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which engines can be cached, decided at startup by their settings and the kinds of their layers.
 
 A reason against it is one sentence. vLLM versions differ in the settings that they have, hence the
@@ -25,7 +26,8 @@ from vllm.v1.core import kv_cache_utils
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import LMCacheRedisError, Unsupported
-from lmcache_redis.integrations.vllm.engine import is_asked_by
+from lmcache_redis.integrations.vllm import needs
+from lmcache_redis.integrations.vllm.making import is_of_an_engine
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.lmcache_redis")
 
 _HASHES = ("sha256", "sha256_cbor")
-# With it all processes make equal hashes: https://github.com/vllm-project/vllm/pull/51875.
-_SEED = "DEFAULT_NONE_HASH_SEED"
 _DEVICES = ("cpu", "cuda")
 # Settings that give some layers another number of KV heads.
 _KV_HEADS = re.compile(r"k(ey_?)?v(alue)?_heads|multi_query_group|num_kv")
@@ -94,17 +94,17 @@ def _reasons(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[
             every = f"every {group.block_size_tokens} tokens, and vLLM ends its steps every {step}"
             yield f"KV cache group {group.number} keeps states {every}"
     parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if (size := getattr(parallel, name, 1)) > 1:
-            yield f"{name} is {size}: the tokens of a request are spread over ranks"
-    ranks = getattr(parallel, "world_size", 1)
-    if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and ranks > 1:
+    for need in (needs.DCP_SIZE, needs.PCP_SIZE):
+        if (size := need.of(parallel)) > 1:
+            yield f"{need.name} is {size}: the tokens of a request are spread over ranks"
+    ranks = needs.WORLD_SIZE.of(parallel)
+    if needs.EXECUTOR_BACKEND.of(parallel) == "external_launcher" and ranks > 1:
         yield "with external_launcher the ranks would not learn of hits in the same step"
     yield from unfit_settings(vllm_config)
     device = _device(vllm_config) or "cpu"
     # vLLM has no sleep mode on CPUs: a worker there ignores it.
-    sleeps = device == "cuda" and getattr(vllm_config.model_config, "enable_sleep_mode", False)
-    if sleeps and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+    sleeps = device == "cuda" and needs.SLEEP_MODE.of(vllm_config.model_config)
+    if sleeps and not needs.UNREGISTER.is_in(KVConnectorBase_V1):
         yield "sleep mode unmaps the KV cache and does not say so: it needs vLLM 0.33 or newer"
     if device not in _DEVICES:
         yield f"the engine runs on {device}; this version handles {' and '.join(_DEVICES)}"
@@ -113,7 +113,7 @@ def _reasons(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[
 
 
 def _device(vllm_config: VllmConfig) -> str:
-    return getattr(getattr(vllm_config, "device_config", None), "device_type", "")
+    return str(needs.DEVICE_TYPE.of(needs.DEVICE_CONFIG.of(vllm_config)))
 
 
 def wanted_layout(vllm_config: VllmConfig) -> str | None:
@@ -124,14 +124,12 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
     assert vllm_config.kv_transfer_config is not None
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     try:
-        from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-        from vllm.v1.kv_cache_layout import KVCacheLayout  # vLLM 0.29 or newer
-
         layout = ClientConfig.from_extra_config(extra).kv_cache_layout
-    except (ImportError, LMCacheRedisError):
-        return None  # a wrong setting is reported where the cache stays off
-    is_known = layout in KVCacheLayout.__members__
-    return layout if is_known and not is_asked_by(MultiConnector) else None
+    except LMCacheRedisError:
+        return None  # it is reported where the cache stays off
+    layouts = needs.LAYOUTS.load()
+    is_known = layouts is not None and layout in layouts.__members__
+    return layout if is_known and is_of_an_engine(vllm_config) else None
 
 
 def unfit_settings(vllm_config: VllmConfig) -> Iterator[str]:
@@ -140,38 +138,38 @@ def unfit_settings(vllm_config: VllmConfig) -> Iterator[str]:
     algorithm = str(cache.prefix_caching_hash_algo)
     if algorithm not in _HASHES:
         yield f"block hashes made with {algorithm}: set --prefix-caching-hash-algo sha256"
-    elif "PYTHONHASHSEED" not in os.environ and not hasattr(kv_cache_utils, _SEED):
+    elif "PYTHONHASHSEED" not in os.environ and not needs.HASH_SEED.is_in(kv_cache_utils):
         yield "block hashes differ between engines: give all of them the same PYTHONHASHSEED"
     block_size = cache.block_size or 0
-    hashed = getattr(cache, "hash_block_size", None) or getattr(cache, "prefix_match_unit", None)
+    hashed = needs.CONFIG_HASH_BLOCK.of(cache) or needs.PREFIX_MATCH_UNIT.of(cache)
     if block_size < 1 or block_size % (hashed or block_size):
         yield f"a block has {block_size} tokens and a block hash covers {hashed or block_size}"
     model = vllm_config.model_config
-    if getattr(model, "is_encoder_decoder", False):
+    if needs.ENCODER_DECODER.of(model):
         yield "encoder-decoder models are not handled"
-    elif getattr(model, "is_diffusion", False):
+    elif needs.DIFFUSION.of(model):
         yield "a diffusion model writes the KV of a token more than once"
-    elif not getattr(model, "is_prefix_caching_supported", True):
+    elif not needs.PREFIX_CACHING.of(model):
         yield "vLLM does not support prefix caching for this model"
-    scheduler = getattr(vllm_config, "scheduler_config", None)
+    scheduler = needs.SCHEDULER_SETTINGS.of(vllm_config)
     if (
         _device(vllm_config) == "cpu"
-        and getattr(model, "use_mla", False)
-        and not getattr(scheduler, "enable_chunked_prefill", True)
+        and needs.USE_MLA.of(model)
+        and not needs.CHUNKED_PREFILL.of(scheduler)
     ):
         yield "vLLM's MLA on a CPU without AMX cannot continue after a cached prefix"
-    if getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype).startswith("fp8"):
+    if needs.KV_SCALES.of(cache) and str(cache.cache_dtype).startswith("fp8"):
         yield "with --calculate-kv-scales the KV depends on the first prompt"
-    simulation = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
-    if strategy := getattr(envs, simulation, ""):
-        yield f"with {simulation}={strategy}, experts are chosen by a simulation"
+    simulation = needs.ROUTING_SIMULATION
+    if strategy := simulation.of(envs):
+        yield f"with {simulation.name}={strategy}, experts are chosen by a simulation"
 
 
 def may_load(vllm_config: VllmConfig) -> bool:
     """Whether the engine may load prefixes, and not only store them."""
-    name = "enable_return_routed_experts"
-    auxiliary = getattr(vllm_config, "aux_output_config", None)  # vLLM 0.31 or newer
-    if not getattr(auxiliary, name, getattr(vllm_config.model_config, name, False)):
+    auxiliary = needs.AUX_OUTPUT_CONFIG.of(vllm_config)
+    model = vllm_config.model_config
+    if not (needs.AUX_EXPERTS.of(auxiliary) or needs.ROUTED_EXPERTS.of(model)):
         return True
     logger.warning(
         "with --enable-return-routed-experts prefixes are stored and not loaded: a loaded prefix "
@@ -186,13 +184,11 @@ def adapters_only(vllm_config: VllmConfig) -> bool:
     Before 0.33, vLLM on a CPU computes such a prompt, in a batch with adapters, with the adapter in
     the last place.
     """
-    if getattr(vllm_config, "lora_config", None) is None or _device(vllm_config) == "cuda":
+    if needs.LORA_CONFIG.of(vllm_config) is None or _device(vllm_config) == "cuda":
         return False
     try:
-        from vllm.lora.ops.torch_ops import bgmv_expand
-
         output, one, none = torch.zeros(1, 1), torch.ones(1, 1), torch.tensor([-1])
-        bgmv_expand(one, one.unsqueeze(0), output, none, add_inputs=True)
+        needs.BGMV_EXPAND.load()(one, one.unsqueeze(0), output, none, add_inputs=True)
         if not output.any():
             return False
     except Exception:  # whatever another vLLM has there
@@ -214,15 +210,14 @@ def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
         inner = _inner_specs(spec)
         # Reasons come first.
         reach, *others = sorted({*map(_reach, inner)}, key=lambda each: isinstance(each, Reach))
-        host_resident = getattr(group, "host_resident", False)
-        if host_resident or not getattr(group, "enable_kv_transfer", True):
+        if needs.HOST_RESIDENT.of(group) or not needs.KV_TRANSFER.of(group):
             reach = "vLLM does not let connectors load it"
         elif others and isinstance(reach, Reach):
             reach = "its layers need different blocks"
         if isinstance(reach, str):
             names = " and ".join(sorted({type(each).__name__ for each in inner}))
             raise Unsupported(f"KV cache group {number} ({names}): {reach}")
-        layers = tuple(getattr(group, "layer_names", ()))
+        layers = tuple(needs.LAYER_NAMES.of(group))
         groups.append(LayerGroup(number, layers, int(spec.block_size), reach))
     return groups
 
@@ -261,11 +256,11 @@ def shard_of_rank(vllm_config: VllmConfig, spec: KVCacheSpec) -> tuple[int, int,
 def _replicas(spec: Any, size: int, total_kv_heads: int | None) -> int:
     kind = type(spec).__name__
     if kind == "MambaSpec":
-        return size if getattr(spec, "tp_replicated", False) else 1
-    shards = getattr(spec, "max_tp_shards", None)
+        return size if needs.TP_REPLICATED.of(spec) else 1
+    shards: int | None = needs.MAX_TP_SHARDS.of(spec)
     if shards is None and "MLA" in kind:
         shards = 1
-    elif shards is None and getattr(spec, "num_kv_heads", None) == 1:
+    elif shards is None and needs.SPEC_KV_HEADS.of(spec) == 1:
         shards = total_kv_heads
     return size // shards if shards and size % shards == 0 else 1
 
@@ -281,9 +276,10 @@ def _total_kv_heads(model: ModelConfig) -> int | None:
 def block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int]:
     """Bytes between blocks, by layer; empty if this vLLM leaves them to the tensors' strides."""
     tensors = kv_cache_config.kv_cache_tensors
-    if not all(hasattr(tensor, "block_stride") and hasattr(tensor, "layers") for tensor in tensors):
+    stride, layers = needs.BLOCK_STRIDE, needs.TENSOR_LAYERS
+    if not all(stride.is_in(tensor) and layers.is_in(tensor) for tensor in tensors):
         return {}
-    return {layer: tensor.block_stride for tensor in tensors for layer in tensor.layers}
+    return {layer: stride.of(tensor) for tensor in tensors for layer in layers.of(tensor)}
 
 
 def _reach(spec: Any) -> Reach | str:
@@ -292,7 +288,7 @@ def _reach(spec: Any) -> Reach | str:
     if kind in _FULL:
         return FULL_REACH
     if kind in _WINDOWS:
-        return Reach("window", spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
+        return Reach("window", spec.sliding_window + needs.EXTRA_RETAINED.of(spec))
     if kind == "ChunkedLocalAttentionSpec":
         return Reach("local", spec.attention_chunk_size)
     if kind == "MambaSpec":
@@ -307,8 +303,8 @@ def _reach(spec: Any) -> Reach | str:
 
 def _inner_specs(spec: Any) -> Sequence[Any]:
     """The specs of a group's layers, where they may differ."""
-    return [*getattr(spec, "kv_cache_specs", {}).values()] or [spec]
+    return [*needs.INNER_SPECS.of(spec).values()] or [spec]
 
 
 def _is_part_of_prefixes(spec: Any) -> bool:
-    return bool(getattr(spec, "prefix_cacheable", True))
+    return bool(needs.PREFIX_CACHEABLE.of(spec))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connector in vLLM's workers: starts planned transfers, and reports their ends.
 
 `StepMetadata` and `WorkerReport` are what scheduler and workers exchange through vLLM, once a step.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wraps functions and methods of vLLM's, to notice calls that no interface tells of."""
 
 from __future__ import annotations

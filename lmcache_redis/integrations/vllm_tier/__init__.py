@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Redis as a secondary tier of vLLM's own ``OffloadingConnector``: no agent, no other connector.
 
     --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's tiered offloading for engines on the CPU, whose KV is in host memory already.
 
 vLLM's spec has a worker for GPUs alone. The spec below is the same with a worker that copies

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What decides the bytes of a chunk, besides the tokens that its key covers.
 
 A key of vLLM's is a block hash and the number of a KV cache group. The rest is the namespace: the
@@ -20,6 +21,7 @@ import torch
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.errors import Unsupported
+from lmcache_redis.integrations.vllm import needs
 from lmcache_redis.integrations.vllm.identity.engine_identity import (
     attention_backend,
     engine_identity,
@@ -98,11 +100,11 @@ def describe_worker(worker: Any) -> dict[str, str]:
     """How a worker's layers pack and scale their KV. Runs in the worker, by ``collective_rpc``."""
     vllm_config, caches = worker.vllm_config, worker.model_runner.kv_cache_config
     layers = vllm_config.compilation_config.static_forward_context
-    kernels = sorted({str(getattr(layer, "isa", "")) for layer in layers.values()})
+    kernels = sorted({str(needs.ISA.of(layer) or "") for layer in layers.values()})
     found = {"attention_backend": attention_backend(vllm_config), "kernels": " ".join(kernels)}
     for number, group in enumerate(caches.kv_cache_groups):
         names = [name for name in group.layer_names if name in layers]
-        tensors = {name: getattr(layers[name], "kv_cache", None) for name in names}
+        tensors = {name: needs.LAYER_CACHE.of(layers[name]) for name in names}
         # States of recurrent layers are plain tensors, several for each layer.
         tensors = {name: each for name, each in tensors.items() if isinstance(each, torch.Tensor)}
         pairs = kv_identity(
@@ -125,7 +127,7 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         )
     if MediaNames(vllm_config).are_counted:
         yield "vLLM counts media without --enable-prefix-caching and --mm-processor-cache-gb"
-    nodes = getattr(vllm_config.parallel_config, "nnodes_within_dp", 1)
+    nodes = needs.NODES.of(vllm_config.parallel_config)
     if nodes > 1:
         yield f"the ranks are on {nodes} nodes, and a chunk has those of one"
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``RedisTierManager``: vLLM's ``SecondaryTierManager`` over a `RegionStore`.
 
 vLLM calls it in the scheduler's process, on one thread at a time, between and during steps; no call
@@ -33,6 +34,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_redis.errors import ConfigError, LMCacheRedisError, Unsupported
+from lmcache_redis.integrations.vllm import making, needs
 from lmcache_redis.integrations.vllm.engine import Engine, listen, watch_resets
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm_tier.naming import chunk_form, describe_worker
@@ -81,10 +83,11 @@ class RedisTierManager(SecondaryTierManager):
         self._counted: dict[str, float] = {}
         self._cache: _NamedChunks | None = None
         settings = DoorSettings.of(given)
-        engine = Engine.found()
+        engine = Engine.in_the_making()
         try:
-            if engine.vllm_config is None:
-                raise Unsupported("no engine of vLLM is being made that it could belong to")
+            needs.require()
+            if engine is None or engine.vllm_config is None:
+                raise Unsupported(making.NOT_SEEN)
             form = chunk_form(engine.vllm_config, offloading_spec, _workers(engine), settings)
         except ConfigError:
             raise
@@ -240,10 +243,11 @@ class _NamedChunks(AsyncLookupManager):
     def begin_request(self, request_id: str) -> None:
         if not self._watches_resets:  # the scheduler had no block pool when it made the tier
             self._watches_resets = True
-            manager = self._engine.kv_cache_manager()
-            if (pool := getattr(manager, "block_pool", None)) is not None:
+            if (manager := self._engine.kv_cache_manager()) is not None:
                 why = "the parameters in memory have changed"
-                watch_resets(pool, partial(self.change_epoch, Epochs.check_parameters, why))
+                watch_resets(
+                    manager.block_pool, partial(self.change_epoch, Epochs.check_parameters, why)
+                )
             else:
                 logger.warning("this scheduler is unknown: restart engines with new weights")
         self._epochs.is_used = True

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What servers answer that refuse: by the code of the reply the error, and what to change.
 
 One table for all who meet such a reply: agents and the library (`wire.error_of`), and tools, which

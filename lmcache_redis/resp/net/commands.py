@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands that agents send to servers: what their users need rights for.
 
 Doctor tries them, the page about Redis is held to them, and the advice after a NOPERM names them.

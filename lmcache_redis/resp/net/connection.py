@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connections to one server: sockets, commands and replies, each with a deadline.
 
 Name look-up, connect and TLS handshake have the connect time-out together, however many addresses a

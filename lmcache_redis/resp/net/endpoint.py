@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The address of a server and its credentials, and what the errors of connecting mean."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TLS: contexts, made once and again when a file has changed, and what their errors mean."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RESP as bytes: commands packed, replies parsed by hiredis behind bounds. Pure, strict.
 
 The size of a reply and the length of an array are bounded, so that the receiver's memory is, too.

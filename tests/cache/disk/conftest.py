@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiers that are closed when a test ends."""
 
 from __future__ import annotations

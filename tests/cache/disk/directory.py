@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocking calls to a disk tier, and what its directory has."""
 
 from __future__ import annotations

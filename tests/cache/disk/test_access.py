@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The disk tier's directory belongs to its user only, and no link in it is followed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The disk tier with killed processes, full disks and directories of other users."""
 
 from __future__ import annotations

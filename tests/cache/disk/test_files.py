@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the disk tier handles files that are not what it wrote."""
 
 from __future__ import annotations

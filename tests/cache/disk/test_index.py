@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The disk tier's limit, its order of use, restarts, and what is forced to the disk."""
 
 from __future__ import annotations

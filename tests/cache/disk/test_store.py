@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The disk tier's index: which bytes it counts, whatever becomes of the files."""
 
 from __future__ import annotations

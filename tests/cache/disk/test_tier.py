@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The disk tier against the contract of `tiers`, and with a disk that does not answer.
 
 Files are replaced by FIFOs: opening one for reading blocks until it is opened for writing, as on an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A dict behind a gateway."""
 
 from __future__ import annotations

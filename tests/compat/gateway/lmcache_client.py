@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMCache's own client: `python -m tests.compat.gateway.lmcache_client PORT [FOLDER]`.
 
 FOLDER: an unpacked wheel of lmcache; without one the package is imported as it is installed. Of

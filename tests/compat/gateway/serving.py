@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A gateway on a loop of its own thread, over a cache, and a tier that is a dict."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who may connect: TLS, networks, the number of clients."""
 
 from __future__ import annotations

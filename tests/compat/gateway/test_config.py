@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of the gateway: bounds, addresses, networks, and the options made of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Large payloads, from and to the memory of a tier."""
 
 from __future__ import annotations

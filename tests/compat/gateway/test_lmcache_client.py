@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMCache's own client, where there is one: installed, or as scripts/setup unpacks it."""
 
 from __future__ import annotations

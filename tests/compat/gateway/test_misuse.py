@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients that break the protocol, are slow or vanish: only they suffer, and nothing is left."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lmcache-redis gateway` as a real process on the real tiers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counters, log lines, and room for payloads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One stream: turns of the loop, cancellations, TLS."""
 
 from __future__ import annotations

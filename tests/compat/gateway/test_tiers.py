@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiers behind a gateway: the real ones in one process, and some that fail."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Key texts: what is one, and that nothing of it is lost in a tier."""
 
 from __future__ import annotations

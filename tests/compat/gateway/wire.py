@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client of the `lm://` protocol, written from its wire facts and sharing nothing with us."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMCache from its wheel; without it these tests are skipped, with the reason."""
 
 from __future__ import annotations

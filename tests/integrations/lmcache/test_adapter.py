@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The door between LMCache's classes and a real Redis."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the door needs of LMCache. A release that moves any of it fails here, by name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMCache's server and a real vLLM with the door between: the same tokens, whatever happens."""
 
 from __future__ import annotations

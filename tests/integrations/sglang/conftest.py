@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's own classes, from its wheel; without it these tests are skipped, with the reason.
 
 `scripts/setup` unpacks the wheel, and what it imports, into .venv/opt.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's own cache controller, its threads included, between a host pool and a real Redis."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contexts of TLS: whom they trust, and when they are made again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What decides the bytes of an engine's KV cache, besides its layout: docs/internals/identity.md.
 
 engine_identity  the identity of a worker's KV cache, as pairs of text

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Looks at the files of adapters that vLLM may read, for a thread that must not wait for files.
 
 One thread looks for all adapters, and ends when there is nothing to look at. The first look for a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything besides its layout that decides the bytes of a vLLM engine's KV cache.
 
 Block hashes cover tokens, multimodal content and ``cache_salt``. The identity covers everything
@@ -26,6 +27,7 @@ import vllm
 from vllm import envs
 
 from lmcache_redis.errors import Unsupported
+from lmcache_redis.integrations.vllm import needs
 from lmcache_redis.integrations.vllm.identity import files
 from lmcache_redis.integrations.vllm.identity.pairs import PAIRS
 from lmcache_redis.integrations.vllm.identity.weights import (
@@ -70,7 +72,7 @@ _PLACES = {
     "SpeculativeConfig": "speculative_config",
 }
 # Names a file: what it contains is the value, and replicas may keep it elsewhere.
-_FILE = "mm_encoder_fp8_scale_path"
+_FILE = needs.MM_SCALES.name
 # Whose code runs in a worker, or decides which worker runs.
 _PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
 # vLLM's own are of its version, and ours moves KV.
@@ -90,7 +92,9 @@ def engine_id(vllm_config: VllmConfig) -> str:
     """Shared by the processes of one engine core, and by no other, unlike the configured id."""
     parallel = vllm_config.parallel_config
     # The rank is 0 in every core of a model without experts.
-    core = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+    core = needs.DATA_PARALLEL_INDEX.of(parallel)
+    if core is None:
+        core = parallel.data_parallel_rank
     return f"{vllm_config.kv_transfer_config.engine_id}/{vllm_config.instance_id}/{core}"
 
 
@@ -100,7 +104,7 @@ def attention_backend(vllm_config: VllmConfig) -> str:
     names = {
         backend.get_name()
         for layer in context.values()
-        if hasattr(layer, "get_attn_backend") and (backend := layer.get_attn_backend())
+        if needs.ATTN_BACKEND.is_in(layer) and (backend := needs.ATTN_BACKEND.of(layer)())
     }
     return "+".join(sorted(names))
 
@@ -131,7 +135,7 @@ def _files_read(vllm_config: VllmConfig) -> Iterator[tuple[Path, list[Path]]]:
             with suppress(OSError):
                 paths = files_of(root)
         yield root or Path(str(each.model)), paths
-    path = getattr(getattr(model, "multimodal_config", None), _FILE, None)
+    path = needs.MM_SCALES.of(needs.MULTIMODAL.of(model))
     if path:
         yield Path(path), [Path(path)]
 
@@ -176,7 +180,7 @@ def engine_identity(
 
 def _check_encoder(vllm_config: VllmConfig) -> None:
     """Raises Unsupported if another instance encodes images: its weights have no name here."""
-    role = getattr(getattr(vllm_config, "ec_transfer_config", None), "ec_role", None)
+    role = needs.EC_ROLE.of(needs.EC_TRANSFER_CONFIG.of(vllm_config))
     if role not in (None, "ec_producer"):
         raise Unsupported(
             f"with ec_role {role} another instance encodes images, whose weights and settings are "
@@ -201,8 +205,8 @@ def _capability(vllm_config: VllmConfig) -> str:
     """Of the GPU, where vLLM chooses by it to how many bits activations are rounded."""
     from vllm.platforms import current_platform
 
-    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    quantized = [getattr(each, "quantization", None) for each in (vllm_config.model_config, draft)]
+    draft = needs.DRAFT_MODEL.of(vllm_config.speculative_config)
+    quantized = [needs.QUANTIZATION.of(each) for each in (vllm_config.model_config, draft)]
     if not any(quantized) and str(vllm_config.cache_config.cache_dtype) in _UNQUANTIZED:
         return ""
     return str(current_platform.get_device_capability())
@@ -214,9 +218,7 @@ def _config(model: ModelConfig) -> dict[str, Any]:
         "config": model.hf_config.to_dict(),
         "text": model.hf_text_config.to_dict(),
         "settings": _values("model_config", "ModelConfig", model),
-        "multimodal": _values(
-            "model_config", "MultiModalConfig", getattr(model, "multimodal_config", None)
-        ),
+        "multimodal": _values("model_config", "MultiModalConfig", needs.MULTIMODAL.of(model)),
     }
 
 
@@ -237,10 +239,10 @@ def _context(model: ModelConfig) -> str:
 def _draft_model(vllm_config: VllmConfig) -> tuple[ModelConfig, LoadConfig] | None:
     """The draft model if its layers share the KV cache, and how it is loaded."""
     speculative = vllm_config.speculative_config
-    draft = getattr(speculative, "draft_model_config", None)
+    draft = needs.DRAFT_MODEL.of(speculative)
     if speculative is None or draft is None or speculative.method in _DRAFTS_WITHOUT_KV:
         return None
-    return draft, getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    return draft, needs.DRAFT_LOAD.of(speculative) or vllm_config.load_config
 
 
 def _draft(vllm_config: VllmConfig, weights_id: str | None) -> str:

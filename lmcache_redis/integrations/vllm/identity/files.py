@@ -1,8 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files are named by what vLLM has read of them.
 
 vLLM reads a model when an engine starts, and the identity is made minutes later. What lies there by
 then may be another model: a deployment has replaced the files, and memory has the old ones. So each
-process of an engine looks at the files before vLLM reads them (`watch_loading`), and a file that is
+process of an engine looks at the files before vLLM reads them (`making`), and a file that is
 another one when the identity is made is not known (`require_unchanged`).
 
 A file is the same if size, mtime and ctime are (some file systems have new inodes after a while).
@@ -13,47 +14,17 @@ once after it, is not seen.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from lmcache_redis.errors import Unsupported
-from lmcache_redis.integrations.vllm.wrapping import wrap_once
-
-logger = logging.getLogger("vllm.lmcache_redis")
 
 # Size, mtime and ctime.
 FileState = tuple[int, int, int]
 
 # What was seen before vLLM read it: by file or directory, the states of its files. Of a process.
 _seen: dict[Path, Mapping[Path, FileState]] = {}
-
-
-def watch_loading(look: Callable[[Any], None]) -> None:
-    """Calls ``look(vllm_config)`` before vLLM reads a model, in each process of an engine.
-
-    In the engine core's before it makes its workers, in a worker's before it loads.
-    """
-    from vllm.v1.executor.abstract import Executor
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    wrap_once(Executor, "__init__", _after(lambda executor, config, *_: look(config)))
-    wrap_once(WorkerWrapperBase, "init_device", _after(lambda worker, *_: look(worker.vllm_config)))
-
-
-def _after(first: Callable[..., None]) -> Callable[..., Any]:
-    """Has ``first`` called with a method's arguments before the method is."""
-
-    def around(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            first(*args, *kwargs.values())
-        except Exception:  # it has not seen the files, and so they are not known
-            logger.exception("the files of the model were not looked at; please report this")
-        return method(*args, **kwargs)
-
-    return around
 
 
 def saw(root: Path, files: Iterable[Path]) -> None:

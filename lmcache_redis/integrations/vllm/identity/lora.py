@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The identity of a request's LoRA adapter: a digest of its files (docs/internals/identity.md).
 
 vLLM's block hashes identify an adapter by name and path only. A worker reads its files when it is
@@ -22,9 +23,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lmcache_redis.integrations.vllm import needs
 from lmcache_redis.integrations.vllm.identity.adapter_looks import AdapterLooks
 from lmcache_redis.integrations.vllm.identity.weights import digest_file
-from lmcache_redis.integrations.vllm.wrapping import wrap
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -55,12 +56,13 @@ class AdaptersInMemory:
             self._read[lora_request.lora_int_id] = after[1] if after == before else b""
             return adapter
 
-        wrap(manager, "_load_adapter", around)
+        needs.LOAD_ADAPTER.wrap(manager, around)
 
     @classmethod
     def of(cls, runner: Any) -> AdaptersInMemory:
         """Of a runner of models always the same. Raises AttributeError if it cannot be watched."""
-        manager = runner.lora_manager
+        if (manager := needs.LORA_MANAGER.of(runner)) is None:
+            raise AttributeError("this runner has no manager of adapters")
         if not hasattr(manager, _WATCH):
             setattr(manager, _WATCH, cls(manager))
         found: AdaptersInMemory = getattr(manager, _WATCH)
@@ -68,14 +70,14 @@ class AdaptersInMemory:
 
     def digests(self) -> dict[int, bytes]:
         """By ``lora_int_id``; b"" for an adapter whose files are not known."""
-        held = sorted(self._manager.list_adapters())
+        held = sorted(needs.LIST_ADAPTERS.of(self._manager)())
         self._read = {number: self._read.get(number, b"") for number in held}
         return dict(self._read)
 
 
 def adapters_in_memory(worker: Any) -> dict[int, bytes] | None:
     """Of a worker, by ``collective_rpc``; None if its adapters are not watched."""
-    found = getattr(getattr(worker.model_runner, "lora_manager", None), _WATCH, None)
+    found = getattr(needs.LORA_MANAGER.of(needs.MODEL_RUNNER.of(worker)), _WATCH, None)
     return None if found is None else found.digests()
 
 
@@ -164,12 +166,12 @@ def look(path: str, is_3d: bool, known: Mapping[Any, bytes]) -> tuple[Any, bytes
 
 
 def _is_3d(lora_request: LoRARequest) -> bool:
-    return bool(getattr(lora_request, "is_3d_lora_weight", False))
+    return bool(needs.IS_3D.of(lora_request))
 
 
 def _is_inplace(lora_request: LoRARequest) -> bool:
     """Whether vLLM reads the files again, in each step of the request."""
-    return bool(getattr(lora_request, "load_inplace", False))
+    return bool(needs.LOAD_INPLACE.of(lora_request))
 
 
 def _look(lora_request: LoRARequest) -> tuple[Any, bytes]:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings whose values are in the identity, by pair. Data alone.
 
 A setting belongs here if it changes what is computed, or to how many bits, and also in doubt. Every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A digest of how an engine packs K and V into its KV cache.
 
 Engines with equal shapes, strides and names may pack differently: vLLM's CPU backend depends on
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lmcache_redis.device.blocks import TensorView, block_dimension
+from lmcache_redis.integrations.vllm import needs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,12 +59,12 @@ def kv_identity(
     unknown: dict[str, str] = {}
     for name, tensor in kv_caches.items():
         layer = context.get(name)
-        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+        if needs.SHARED_LAYER.of(layer) is not None:
             continue  # it reads the KV of another layer
         try:
             scales.append(_scales(layer))
             # A kernel's blocks may be parts of the engine's blocks.
-            bound = getattr(layer, "kv_cache", None)
+            bound = needs.LAYER_CACHE.of(layer)
             cache = bound if isinstance(bound, torch.Tensor) and bound.numel() else tensor
             kind = _kind(layer, cache)
             if kind not in found:
@@ -90,24 +92,24 @@ def digest_of(value: Any) -> str:
 def _scales(layer: Any) -> list[list[float] | None]:
     return [
         each.detach().double().flatten().tolist() if isinstance(each, torch.Tensor) else None
-        for each in (getattr(layer, name, None) for name in ("_k_scale", "_v_scale"))
+        for each in (needs.K_SCALE.of(layer), needs.V_SCALE.of(layer))
     ]
 
 
 def _kind(layer: Any, cache: torch.Tensor) -> str:
     """Layers of one kind share a probe."""
-    names = ("num_kv_heads", "head_size", "head_size_v", "kv_lora_rank", "qk_rope_head_dim")
-    sizes = [getattr(layer, size, None) for size in names]
-    backend = f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"
+    sizes = [each.of(layer) for each in needs.LAYER_SIZES]
+    impl, dtype = needs.LAYER_IMPL.of(layer), needs.KV_CACHE_DTYPE.of(layer)
+    backend = f"{type(impl).__module__}.{type(impl).__qualname__}"
     storage = (tuple(cache.shape), cache.stride(), cache.dtype)
-    variant = (getattr(layer, "isa", None), layer.kv_cache_dtype, vars(layer.impl).get("attn_type"))
+    variant = (needs.ISA.of(layer), dtype, vars(impl).get("attn_type"))
     return repr((backend, sizes, storage, variant, _scales(layer)))
 
 
 def _unprobed(layer: Any, registered: torch.Tensor) -> str:
     """What is known of a layer whose backend cannot write."""
-    backend = getattr(layer, "impl", None)
-    settings = [getattr(layer, name, None) for name in ("isa", "kv_cache_dtype")]
+    backend = needs.LAYER_IMPL.of(layer)
+    settings = [needs.ISA.of(layer), needs.KV_CACHE_DTYPE.of(layer)]
     return repr((type(layer).__name__, type(backend).__qualname__, settings, registered.dtype))
 
 
@@ -117,12 +119,13 @@ def _probe(
     """The digest of ``memory``, whose view ``cache`` has room for ``tokens``."""
     slots = torch.arange(tokens, dtype=torch.int64, device=cache.device)
     # Backends keep state from the first cache that they see.
-    layer, impl = copy.copy(layer), copy.copy(layer.impl)
-    latent = hasattr(layer, "kv_lora_rank")  # MLA: a latent vector per token, and a rotary part
+    layer, impl = copy.copy(layer), copy.copy(needs.LAYER_IMPL.of(layer))
+    update, dtype_name = needs.KV_UPDATE.of(impl), needs.KV_CACHE_DTYPE.of(layer)
+    latent = needs.KV_LORA_RANK.is_in(layer)  # MLA: a latent vector per token, and a rotary part
     if latent:
         shapes = [(tokens, layer.kv_lora_rank), (tokens, 1, layer.qk_rope_head_dim)]
     else:
-        value_size = getattr(layer, "head_size_v", None) or layer.head_size
+        value_size = needs.HEAD_SIZE_V.of(layer) or layer.head_size
         shapes = [(tokens, layer.num_kv_heads, size) for size in (layer.head_size, value_size)]
     elements = sum(math.prod(shape) for shape in shapes)
     digest = hashlib.blake2b(digest_size=16)
@@ -131,9 +134,9 @@ def _probe(
         memory.zero_()
         key, value = _known(layer, shapes, digit, dtype, slots.device)
         if latent:
-            impl.do_kv_cache_update(key, value, cache, slots, layer.kv_cache_dtype, layer._k_scale)
+            update(key, value, cache, slots, dtype_name, needs.K_SCALE.of(layer))
         else:
-            impl.do_kv_cache_update(layer, key, value, cache, slots)
+            update(layer, key, value, cache, slots)
         digest.update(memory.cpu().numpy().tobytes())
         digit *= len(_VALUES)
     return digest.hexdigest()
@@ -146,12 +149,14 @@ def _known(
     values = torch.tensor(_VALUES, dtype=torch.float32, device=device)
     known = []
     first = 0
-    for shape, scale in zip(shapes, ("_k_scale", "_v_scale"), strict=True):
+    for shape, scale in zip(shapes, (needs.K_SCALE, needs.V_SCALE), strict=True):
         indices = torch.arange(first, first + math.prod(shape), device=device)
         first += math.prod(shape)
         numbers = values[(indices // digit) % len(_VALUES)].reshape(shape)
-        factor = getattr(layer, scale, None)
-        if str(layer.kv_cache_dtype).startswith("fp8") and isinstance(factor, torch.Tensor):
+        factor = scale.of(layer)
+        if str(needs.KV_CACHE_DTYPE.of(layer)).startswith("fp8") and isinstance(
+            factor, torch.Tensor
+        ):
             factor = factor.to(device=device, dtype=torch.float32)
             numbers = numbers * (factor if factor.numel() == 1 else factor.reshape(-1, 1))
         known.append(numbers.to(dtype))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The identity of an engine's weights: a digest of their files, or a name from the operator.
 
 Without either nothing is cached: two models with the same keys would read each other's KV. Files
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import xxhash
 
 from lmcache_redis.errors import Unsupported
+from lmcache_redis.integrations.vllm import needs
 from lmcache_redis.integrations.vllm.identity import files
 
 if TYPE_CHECKING:
@@ -115,7 +117,7 @@ def files_of(root: Path) -> list[Path]:
 
 
 def _source(model: ModelConfig) -> str:
-    return str(getattr(model, "model_weights", "") or model.model)
+    return str(needs.MODEL_WEIGHTS.of(model) or model.model)
 
 
 def _digest(model: ModelConfig, load: LoadConfig) -> str:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the connector reports through vLLM. An error here ends a report, never the cache.
 
 stats    spans, and what is counted in scheduler and workers; in vLLM's front end it becomes metrics

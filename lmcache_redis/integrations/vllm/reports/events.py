@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV events: vLLM publishes to routers which chunks can be loaded, with its own block hashes.
 
 Source: ``vllm/distributed/kv_events.py`` and ``KVConnectorBase_V1.take_events``. vLLM takes the
@@ -24,6 +25,7 @@ from vllm.distributed import kv_events
 from vllm.v1.core import kv_cache_utils
 
 from lmcache_redis.client.scheduler import ChunkWatch
+from lmcache_redis.integrations.vllm import needs
 from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
 from lmcache_redis.integrations.vllm.reports.holdings import (
     AnnouncedChunk,
@@ -148,7 +150,7 @@ class Announcer:
             )
             keys.append(each)
         # Newer versions of vLLM tag the keys that they hash.
-        published = getattr(kv_cache_utils, "to_event_extra_keys", list)(keys)
+        published = needs.EVENT_KEYS.of(kv_cache_utils)(keys)
         lora = request.lora_request
         tokens: Any = array("i", request.all_token_ids[blocks.start * size : blocks.stop * size])
         return kv_events.BlockStored(

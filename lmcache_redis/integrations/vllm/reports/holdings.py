@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which chunks are in which tier, and what routers have been told of their blocks.
 
 Chunks of prompts that part inside a chunk share its leading blocks. Routers know blocks, so these

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connector's metrics and spans beside vLLM's own, and the hooks by which vLLM asks for them.
 
 ``ConnectorStats.data`` has a mapping for each family: from the value of its label ("" if it has
@@ -36,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from lmcache_redis.client.scheduler import ChunkWatch, SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.integrations.vllm import needs
 from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
 from lmcache_redis.metrics import PREFIX, SECONDS, Declared
 from lmcache_redis.tier_kinds import KINDS, Medium
@@ -160,7 +162,7 @@ class Recorder:
 
         began_s: `time.monotonic()`. error: what has failed, as one word.
         """
-        if self._traces and (headers := getattr(of, "trace_headers", None)):
+        if self._traces and (headers := needs.TRACE_HEADERS.of(of)):
             found = {f"lmcache_redis.{key}": value for key, value in attributes.items()}
             found["gen_ai.request.id"] = of.request_id  # as in ``llm_request``
             kind = self._trace.SpanKind.INTERNAL
@@ -189,8 +191,8 @@ class ReportingHooks(KVConnectorBase_V1):
     _adapter: SchedulerClient | WorkerClient | None
 
     def _begin_reports(self) -> None:
-        observability = getattr(self._vllm_config, "observability_config", None)
-        endpoint = getattr(observability, "otlp_traces_endpoint", None)
+        observability = needs.OBSERVABILITY_CONFIG.of(self._vllm_config)
+        endpoint = needs.OTLP_ENDPOINT.of(observability)
         self._recorder = Recorder(traces=endpoint is not None)
         self._announcer: Announcer | None = None
         self._failed_reports: set[str] = set()
@@ -204,7 +206,7 @@ class ReportingHooks(KVConnectorBase_V1):
         hash_tokens: int,
     ) -> None:
         """Has the scheduler's connector make KV events, if vLLM publishes them."""
-        config = getattr(self._vllm_config, "kv_events_config", None)
+        config = needs.KV_EVENTS_CONFIG.of(self._vllm_config)
         if config is not None and config.enable_kv_cache_events:
             # Here, because a vLLM that has changed what they need must still run the cache.
             from lmcache_redis.integrations.vllm.reports.events import Announcer, spec_fields
@@ -225,19 +227,17 @@ class ReportingHooks(KVConnectorBase_V1):
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
         """The tokens of a planned load by the tier that has them (vLLM 0.32 or newer)."""
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
         if self._scheduler is None:
             return {}
         tokens = self._scheduler.hit_tokens(request.request_id)
-        own = {Medium.MEMORY: CacheHitSource.HOST, Medium.STORAGE: CacheHitSource.DISK}
+        source = needs.HIT_SOURCE.load()
+        own = {Medium.MEMORY: source.HOST, Medium.STORAGE: source.DISK}
         found: dict[Any, int] = {}
         for kind in KINDS:
             if kind.name in tokens:
                 # vLLM's word for a remote store.
-                remote = CacheHitSource.EXTERNAL_UNSPECIFIED
-                source = remote if kind.is_shared else own[kind.medium]
-                found[source] = found.get(source, 0) + tokens[kind.name]
+                place = source.EXTERNAL_UNSPECIFIED if kind.is_shared else own[kind.medium]
+                found[place] = found.get(place, 0) + tokens[kind.name]
         return found
 
     @guarded(nothing, "statistics")
