@@ -20,6 +20,7 @@ _IMAGE = r"(?m)(lmcache-redis-(?:agent|vllm|kserve):)[\w.]+$"
 # What precedes the version, by file. Manifests and patches are made from the chart.
 PLACES = {
     "lmcache_redis/__init__.py": r'(__version__ = ")[^"]+',
+    "CITATION.cff": r"(?m)^(version: ).+",
     "Dockerfile": r"(?m)^(ARG VERSION=).+",
     "docker-compose.yml": _IMAGE,
     f"{CHART}/Chart.yaml": r'(appVersion: ")[^"]+',

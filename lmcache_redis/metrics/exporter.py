@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS = 8
 _DEADLINE_S = 5.0
+_GIVES_WAY_AFTER_S = 1.0
 _NO_DESCRIPTOR_PAUSE_S = 0.1
 _ANSWER_S = 2.0
 _ADVICE = {
@@ -127,9 +128,11 @@ class OwnerCollector(Collector):
 
 
 class _MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
-    """A thread for each of a few connections, which have one deadline; others are closed at once.
+    """A thread for each of a few connections, which have one deadline.
 
-    Anyone on the node may connect, and the process needs its threads and descriptors.
+    Anyone on the node may connect, and the process needs its threads and descriptors. Beyond them
+    the oldest gives way, so that clients which say nothing shut out no probe; if it has only just
+    come, the newest is closed.
     """
 
     daemon_threads = True
@@ -158,9 +161,15 @@ class _MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         with self._lock:
+            now_s = time.monotonic()
             if len(self._deadlines) >= _MOST_CONNECTIONS:
-                return False
-            self._deadlines[request] = time.monotonic() + _DEADLINE_S
+                oldest, deadline_s = next(iter(self._deadlines.items()))
+                if now_s < deadline_s - _DEADLINE_S + _GIVES_WAY_AFTER_S:
+                    return False
+                del self._deadlines[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._deadlines[request] = now_s + _DEADLINE_S
             return True
 
     def shutdown_request(self, request: Any) -> None:

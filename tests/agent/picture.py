@@ -18,6 +18,7 @@ from PIL import Image
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
+from lmcache_redis import __version__
 from lmcache_redis.cli.shown import frame
 from tests.browser import Browser
 from tests.harness import AgentServer, Engine, block_hashes
@@ -55,7 +56,9 @@ def main(minutes: float = 60.0) -> None:
             before = agent.status()
             serve(engine, time.monotonic() + _TOP_S)
             shown = Console(record=True, width=80, file=io.StringIO())
-            shown.print(frame(before, agent.status()))
+            # Without the suffix between releases: a release sets the version of no picture.
+            version = {"version": __version__.removesuffix(".dev0")}
+            shown.print(frame(before | version, agent.status() | version))
             PICTURE.with_name("top.svg").write_text(
                 shown.export_svg(title="lmcache-redis top", code_format=_SVG)
             )

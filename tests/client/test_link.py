@@ -440,7 +440,7 @@ def test_an_answer_that_cannot_be_decoded_refuses_the_agent(
     assert waiting.lost
     assert link.refusal is not None
     link.close()
-    assert [message.count("cannot be used") for message in caplog.messages] == [1]
+    assert len([each for each in caplog.messages if "cannot be used" in each]) == 1
 
 
 def test_an_answer_ends_its_call_alone() -> None:

@@ -71,13 +71,27 @@ def serving() -> int:
     return sum("process_request_thread" in thread.name for thread in threading.enumerate())
 
 
-def test_75_idle_clients_cost_8_threads_and_descriptors(port: int) -> None:
+def test_75_idle_clients_cost_8_threads_and_descriptors(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter, "_GIVES_WAY_AFTER_S", 5.0)
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(connected(port)) for _ in range(75)]
         assert sum(map(is_closed, clients)) == 75 - exporter._MOST_CONNECTIONS
         assert serving() == exporter._MOST_CONNECTIONS
     wait_until(lambda: not serving(), "the end of what served them")
     assert get(port, "/metrics")[0] == 200
+
+
+def test_idle_clients_shut_out_no_probe(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "_DEADLINE_S", 60.0)
+    monkeypatch.setattr(exporter, "_GIVES_WAY_AFTER_S", 0.0)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connected(port)) for _ in range(exporter._MOST_CONNECTIONS)]
+        wait_until(lambda: serving() == len(clients), "as many clients as are served")
+        for _ in range(3):
+            assert get(port, "/healthz")[0] == 200
+        assert [is_closed(each) for each in clients] == [True] + [False] * (len(clients) - 1)
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: a\r\n"])

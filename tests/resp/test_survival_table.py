@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -48,11 +47,10 @@ def items() -> list[tuple[str, str]]:
 def existing(*directories: str) -> set[str]:
     """Every test function in them."""
     return {
-        node.name
+        name
         for directory in directories
         for path in (TESTS / directory).rglob("test_*.py")
-        for node in ast.parse(path.read_text(), str(path)).body
-        if isinstance(node, ast.FunctionDef)
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
     }
 
 
