@@ -195,7 +195,8 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
             self._awaited.pop(load.request_id, None)
         metadata.lost_loads, self._awaited = self._awaited, {}
         if self._references is not None:
-            self._references.sent(each.transfer_id for each in (*metadata.loads, *metadata.stores))
+            transfers = (*metadata.loads, *metadata.stores)
+            self._references.sent([each.transfer_id for each in transfers])
         for request_id in self._loaded.keys() & scheduler_output.num_scheduled_tokens.keys():
             del self._loaded[request_id]
         return metadata
