@@ -270,7 +270,7 @@ def test_two_agents_share_an_account(tmp_path: Path, redis_server: RedisServer) 
         store(of_first, "fourth")
         wait_until(lambda: (used(first, "team") or 0) >= 2 * nbytes, what="what the second wrote")
         store(of_first, "fifth")
-        assert first.counter("drop_quota") == 2
+        assert first.counter("drop_quota") in (2, 3), "or between two chunks of the fourth"
 
 
 @pytest.mark.servers
@@ -285,6 +285,9 @@ def test_only_redis_is_withheld_and_who_has_room_brings_it(
         engine.tenant = "full"
         store(engine, "first")
         wait_until(lambda: used(agent, "full"), what="its account")
+        # Or one, where the second chunk's turn came when the first had been counted.
+        first = agent.counter("stored_chunks")
+        assert first in (1, 2)
         prompt = block_hashes("second", 8)
         for stored, present in ((2, 0), (2, 2)):
             engine.lookup("second", prompt)
@@ -294,13 +297,14 @@ def test_only_redis_is_withheld_and_who_has_room_brings_it(
             assert found == [stored, present, 0]
         assert engine.lookup("again", prompt) == 128, "from the host pool"
         wait_until(lambda: agent.counter("disk_stored_chunks") == 4, what="both on the disk")
-        assert (agent.counter("stored_chunks"), agent.counter("drop_quota")) == (2, 2)
+        assert (agent.counter("stored_chunks"), agent.counter("drop_quota")) == (first, 4 - first)
         engine.tenant = "another"
         engine.store("third", prompt, range(8))
-        wait_until(lambda: agent.counter("stored_chunks") == 4, what="who has room")
+        wait_until(lambda: agent.counter("stored_chunks") == first + 2, what="who has room")
         tenants = agent.status()["tenants"]
-        assert (tenants["full"]["dropped_chunks"], tenants["another"]["dropped_chunks"]) == (2, 0)
-        assert tenants["another"]["stored_bytes"] == tenants["full"]["stored_bytes"] > 0
+        full, another = tenants["full"], tenants["another"]
+        assert (full["dropped_chunks"], another["dropped_chunks"]) == (4 - first, 0)
+        assert another["stored_bytes"] * first == full["stored_bytes"] * 2 > 0
 
 
 @pytest.mark.servers
@@ -312,12 +316,13 @@ def test_time_frees_an_account(tmp_path: Path, redis_server: RedisServer) -> Non
         engine.tenant = "team"
         store(engine, "first")
         wait_until(lambda: used(agent, "team"), what="its account")
+        first = agent.counter("stored_chunks")
         store(engine, "second")
-        assert agent.counter("drop_quota") == 2
+        assert agent.counter("drop_quota") == 4 - first
 
         def is_stored_again() -> bool:
             store(engine, "third")
-            return agent.counter("stored_chunks") > 2
+            return agent.counter("stored_chunks") > first
 
         wait_until(is_stored_again, what="room for another")
         assert json.dumps(agent.status()).count("--tenant-bytes") == 0
@@ -335,7 +340,8 @@ def test_a_user_without_the_right_keeps_no_limit(tmp_path: Path, redis_server: R
         wait_until(lambda: agent.status()["redis"]["refused"]["NOPERM"], what="a refusal")
 
         def is_stored() -> bool:
-            store(engine, "second")
+            for name in ("first", "second"):  # until Redis has refused, one chunk is the limit
+                store(engine, name)
             return agent.counter("stored_chunks") == 4
 
         wait_until(is_stored, what="what nothing limits")

@@ -32,6 +32,8 @@ SHOWN = {
     "agent/reports/page.py",
     "agent/reports/recording.py",
     "integrations/vllm/reports/stats.py",
+    "testing/memory_tier.py",
+    "testing/tier_contract.py",
 }
 
 
