@@ -17,7 +17,9 @@ _ROOT = Path(__file__).parent.parent
 _SINCE = "760049b7"
 _MOST_LETTERS = 72
 _COMPONENT = r"[a-z][a-z0-9_./-]*"
-_SUBJECT = re.compile(rf"{_COMPONENT}(, {_COMPONENT})*( and {_COMPONENT})?: [^A-Z\s].*[^.\s]")
+_SUBJECT = re.compile(
+    rf"{_COMPONENT}(, {_COMPONENT})*( and {_COMPONENT})?: (?!(an?|the) )[a-z].*[^.\s]"
+)
 
 
 def fault(subject: str) -> str:

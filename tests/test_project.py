@@ -95,6 +95,8 @@ def test_owned_paths_exist() -> None:
         ("resp: ask another node after CLUSTERDOWN.", False),
         ("resp: Asks another node", False),
         ("Docs: name the units", False),
+        ("docs: the units of sizes", False),
+        ("cli: --url asks an agent", False),
         ("A lost GPU is no refused call", False),
         ("resp: " + "x" * 67, False),
     ],

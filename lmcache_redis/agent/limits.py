@@ -117,7 +117,7 @@ class TenantLimits:
             mine = slice(number * every, (number + 1) * every)
             if any(result.refused[mine][:1]):
                 continue  # nothing was added: it is pending still
-            self._pending[tenant] -= sent[tenant]  # it was added, or nobody knows
+            self._pending[tenant] -= sent[tenant]  # it was added, or the answer was lost
             numbers = [each for each in result.numbers[mine] if each is not None]
             if len(numbers) == every:
                 self._known[tenant] = sum(numbers)

@@ -116,7 +116,7 @@ class Tenants:
 
     def payer(self, first: str, other: str) -> str:
         """Who is charged for a chunk that two tenants use: the first one, unless only the other has
-        room. Empty: nobody.
+        room. Empty: no tenant is charged.
         """
         if not first or not (self.admits(first) or not self.admits(other)):
             return other

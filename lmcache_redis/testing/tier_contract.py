@@ -19,6 +19,7 @@ import itertools
 import random
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -103,22 +104,22 @@ def wait_for(condition: Callable[[], object], what: str, within_s: float = PATIE
         time.sleep(0.002)
 
 
-class TierContract:
+class TierContract(ABC):
     """See the module. Each test opens a tier of its own."""
 
+    @abstractmethod
     def opened(self) -> AbstractContextManager[Tier]:
         """An empty tier that is up; it is closed at the end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stalled(self, tier: Tier) -> AbstractContextManager[None]:
         """Where the tier keeps chunks does not answer loads, so that it goes down; at the end it
         answers again. Chunks that are loaded meanwhile may be lost, others not.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def damage(self, tier: Tier, key: bytes) -> None:
         """Changes bytes of the payload of a stored chunk, where the tier keeps it."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------- transfers
 

@@ -7,12 +7,14 @@ python -m tests.agent.picture [MINUTES]
 from __future__ import annotations
 
 import io
+import json
 import random
 import re
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from rich._export_format import CONSOLE_SVG_FORMAT
@@ -56,9 +58,7 @@ def main(minutes: float = 60.0) -> None:
             before = agent.status()
             serve(engine, time.monotonic() + _TOP_S)
             shown = Console(record=True, width=80, file=io.StringIO())
-            # Without the suffix between releases: a release sets the version of no picture.
-            version = {"version": __version__.removesuffix(".dev0")}
-            shown.print(frame(before | version, agent.status() | version))
+            shown.print(frame(*(_elsewhere(each, name) for each in (before, agent.status()))))
             PICTURE.with_name("top.svg").write_text(
                 shown.export_svg(title="lmcache-redis top", code_format=_SVG)
             )
@@ -66,6 +66,13 @@ def main(minutes: float = 60.0) -> None:
             browser.screenshot(f"http://127.0.0.1:{port_in(agent.log)}/", PICTURE, size=_SIZE)
     with Image.open(PICTURE) as picture:
         picture.convert("RGB").quantize(64).save(PICTURE, optimize=True)
+
+
+def _elsewhere(report: dict[str, Any], directory: str) -> dict[str, Any]:
+    """As of an agent in its usual place; a release sets the version of no picture."""
+    text = json.dumps(report | {"version": __version__.removesuffix(".dev0")})
+    text = text.replace(f"{directory}/agent/", "/run/lmcache-redis/")
+    return dict(json.loads(text.replace(directory, "/run/redis")))
 
 
 def serve(engine: Engine, until_s: float) -> None:

@@ -3,8 +3,8 @@
 
 The engine core makes an executor, whose workers read the model and register their KV cache, and
 then a scheduler, which makes the connector. vLLM loads plugins before all of that, and so these
-constructors are wrapped by then (`watch_loading`). What was not seen is None, and belongs to nobody
-by mistake: an engine's config is told from another's by identity. A child of a ``MultiConnector``
+constructors are wrapped by then (`watch_loading`). What was not seen is None. An engine's config
+is told from another's by identity, so none is taken for another. A child of a ``MultiConnector``
 has a copy of the config, with the same parts.
 """
 

@@ -77,7 +77,7 @@ class Needed:
     def is_present(self, *, loads: bool = False) -> bool:
         """Whether the vLLM of this process has it.
 
-        loads: imports its module. Otherwise a module that nobody has imported has what it should.
+        loads: imports its module. Without it, a module that is not imported yet counts as complete.
         """
         module, _, owner = self.owner.partition(":")
         module = f"vllm.{module}"

@@ -64,7 +64,9 @@ UPDATE_FROM_OUTPUT = _scheduler.need(
     "update_from_output", "wrapped: it takes the output of a step", OFF
 )
 SCHEDULER_CONFIG = _scheduler.need("vllm_config", "the engine's own config", OFF)
-KV_CACHE_MANAGER = _scheduler.need("kv_cache_manager", "blocks, where nobody gives it", OFF, None)
+KV_CACHE_MANAGER = _scheduler.need(
+    "kv_cache_manager", "blocks, if vLLM does not pass it", OFF, None
+)
 PAUSE_STATE = _scheduler.need("pause_state", "a pause says nothing to routers", default=0)
 DEFERRED_FREES = _scheduler.need(
     "deferred_frees", "blocks that a reset waits for", "a reset may fail", ()

@@ -86,7 +86,7 @@ class TenantNames:
         self._logged: set[str] = set()
 
     def of(self, request: Request, name: Any) -> str:
-        """The tenant of a request that gives this name (None: no name); empty: nobody."""
+        """The tenant of a request that gives this name (None: no name); empty: it has no tenant."""
         if name is not None and name != "":
             fault = tenants.fault_of(name)
             if not fault:
