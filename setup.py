@@ -17,7 +17,12 @@ from setuptools.command.build_py import build_py
 # One file serves every Python from 3.11 on; an older Python gets a file of its own.
 STABLE_ABI = sys.version_info >= (3, 11)
 
-SOURCES = {"_moves": ("module", "moves", "xxh3"), "_guard": ("guard",)}
+SOURCES = {
+    "_moves": ("module", "moves", "xxh3", "packing", "tiles"),
+    "_guard": ("guard",),
+    "_packing": ("packing_module", "packing", "tiles"),
+}
+HEADERS = ("moves", "xxh3", "packing", "tiles")
 KERNELS = "lmcache_redis/device/kernels"
 
 
@@ -47,7 +52,7 @@ setup(
         Extension(
             f"lmcache_redis.native.{module}",
             [f"lmcache_redis/native/{name}.c" for name in names],
-            depends=[f"lmcache_redis/native/{name}.h" for name in ("moves", "xxh3")],
+            depends=[f"lmcache_redis/native/{name}.h" for name in HEADERS],
             define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE_ABI else [],
             extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"],
             py_limited_api=STABLE_ABI,

@@ -249,6 +249,36 @@ def gpu(
     benchmark.run(replace(chosen, parts=words or PARTS, rounds=rounds or chosen.rounds), plot, json)
 
 
+@app.command()
+def packing(
+    rounds: RoundsOption = 7,
+    tokens: Annotated[int, typer.Option(min=256, max=8192, help="Of each text.")] = 2048,
+    moved_mib: Annotated[int, typer.Option(min=1, help="Moved per measurement.")] = 256,
+    dtypes: Annotated[str | None, typer.Option(help="A list of dtypes. Default: all.")] = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Ratios of each layer, in the first dtype.")
+    ] = False,
+    json: JsonOption = None,
+) -> None:
+    """Packed payloads of SmolLM2's KV: how much shorter, and how fast beside a copy.
+
+    Takes a minute or two.
+    """
+    from benchmarks.packing import run as benchmark
+
+    chosen = _names(dtypes or ",".join(benchmark.DTYPES), benchmark.DTYPES)
+    caches = benchmark.read(tokens, chosen)
+    rows = benchmark.ratio_rows(caches)
+    show("plain bytes of one stored byte", rows)
+    if layers:
+        by_layer = benchmark.layer_rows(caches[chosen[0]], chosen[0])
+        show(f"plain bytes of one stored byte, {chosen[0]}", by_layer)
+        rows = [*rows, *by_layer]
+    speeds = benchmark.speed_rows(caches, rounds, moved_mib)
+    show("plain bytes, one core", speeds)
+    write_json(json, [*rows, *speeds])
+
+
 @app.command(name="main-job")
 def main_job(
     rounds: RoundsOption = 5,

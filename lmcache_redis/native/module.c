@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "moves.h"
+#include "tiles.h"
 #include "xxh3.h"
 
 #define PROGRESS_BYTES (sizeof(Progress) + _Alignof(Progress))
@@ -87,6 +88,10 @@ static bool take_task(Held *held, PyObject *given, Task *task)
         !take_buffer(held, header, is_load ? PyBUF_SIMPLE : PyBUF_WRITABLE, &task->header) ||
         !take_buffer(held, payload, is_load ? PyBUF_WRITABLE : PyBUF_SIMPLE, &task->payload) ||
         !take_buffer(held, end, PyBUF_SIMPLE, &task->end)) {
+        return false;
+    }
+    if (is_load && task->end.nbytes && held->buffers[held->count - 1].readonly) {
+        PyErr_SetString(PyExc_BufferError, "the room for a packed payload is read-only");
         return false;
     }
     const size_t head_bytes = task->header.nbytes - HEADER_BYTES; /* of a GET's reply */
@@ -261,6 +266,8 @@ static struct PyModuleDef module = {
 PyMODINIT_FUNC PyInit__moves(void)
 {
     for (const char *const *widest = VECTORS; !xxh3_use(*widest); widest++) {
+    }
+    for (const char *const *widest = VECTORS; !tiles_use(*widest); widest++) {
     }
     PyObject *made = PyModule_Create(&module);
     if (made != NULL) {

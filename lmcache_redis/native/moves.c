@@ -9,6 +9,7 @@
  */
 #define _GNU_SOURCE /* memmem */
 #include "moves.h"
+#include "packing.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -139,7 +140,7 @@ static int send_request(Call *call, const Task *task, Progress *progress)
     return send_rest(call, call->fds[task->lane], parts, call->is_load ? 1 : 4, &progress->sent);
 }
 
-/* ---- replies that are not the expected one ---- */
+/* ---- lines ---- */
 
 static int ends(Call *call, int end, const uint8_t *data, size_t nbytes)
 {
@@ -192,6 +193,160 @@ static int receive_line(Call *call, const Task *task, Progress *p, const char *k
     return 0;
 }
 
+static int receive_ok(Call *call, const Task *task, Progress *p)
+{
+    const int result = receive_line(call, task, p, "+-:");
+    if (result) {
+        return result;
+    }
+    if (p->got != p->line) {
+        return GARBAGE;
+    }
+    return p->line == OK_BYTES && memcmp(p->first, OK_LINE, OK_BYTES) == 0
+               ? DONE
+               : ends(call, LINE, p->first, p->line - 2);
+}
+
+/* ---- values, and how they are judged ---- */
+
+/* Whether a header is the expected one: its own checksum, and every field known in advance. stored:
+ * the bytes behind it; a payload of fewer than `nbytes` must be packed. */
+static bool is_expected(const uint8_t *header, const uint8_t *expected, size_t stored, size_t nbytes)
+{
+    uint8_t masked[HEADER_BYTES];
+    uint64_t own;
+    memcpy(masked, header, HEADER_BYTES);
+    memcpy(&own, masked + OWN_CHECKSUM_AT, CHECKSUM_BYTES);
+    memset(masked + OWN_CHECKSUM_AT, 0, CHECKSUM_BYTES);
+    if (own != xxh3_of(masked, HEADER_BYTES)) {
+        return false;
+    }
+    memset(masked + STORE_ID_AT, 0, STORE_ID_BYTES);
+    memset(masked + PAYLOAD_CHECKSUM_AT, 0, CHECKSUM_BYTES);
+    memset(masked + CREATED_AT, 0, CHECKSUM_BYTES);
+    memset(masked + PLAIN_CHECKSUM_AT, 0, METADATA_AT - PLAIN_CHECKSUM_AT);
+    if (expected[FLAGS_AT] & SEALED) {
+        memset(masked + SEAL_AT, 0, SEAL_BYTES);
+    }
+    if (stored < nbytes) {
+        const uint8_t element_bytes = masked[ELEMENT_BYTES_AT];
+        uint8_t form[PLAIN_CHECKSUM_AT - STORED_FORM_AT] = {PACKED, element_bytes};
+        const uint64_t stored_bytes = stored;
+        memcpy(form + STORED_BYTES_AT - STORED_FORM_AT, &stored_bytes, sizeof stored_bytes);
+        if ((element_bytes != 1 && element_bytes != 2 && element_bytes != 4) ||
+            memcmp(masked + STORED_FORM_AT, form, sizeof form)) {
+            return false;
+        }
+        memcpy(masked + STORED_FORM_AT, expected + STORED_FORM_AT, sizeof form);
+    }
+    return memcmp(masked, expected, HEADER_BYTES) == 0;
+}
+
+/* Receive the rest of a value whose payload begins at byte `start` of the reply. 0: it is complete. */
+static int receive_rest(Call *call, const Task *task, Progress *p, size_t start, uint8_t *into,
+                        size_t nbytes)
+{
+    const size_t whole = start + nbytes + sizeof p->tail;
+    while (p->got < whole) {
+        const size_t there = p->got - start;
+        /* The last piece, and in the same call the CRLF if it has arrived. */
+        struct iovec parts[2] = {{into + there, nbytes - there}, {p->tail, sizeof p->tail}};
+        size_t count = 2;
+        if (there >= nbytes) {
+            parts[0] = (struct iovec){p->tail + (there - nbytes), whole - p->got};
+            count = 1;
+        } else if (nbytes - there > PIECE_BYTES) {
+            parts[0].iov_len = PIECE_BYTES;
+            count = 1;
+        }
+        const int result = receive(call, call->fds[task->lane], parts, count, &p->got);
+        if (result) {
+            return result;
+        }
+        if (call->verify && there < nbytes) {
+            const size_t now_there = p->got - start;
+            xxh3_update(&p->hash, into, now_there < nbytes ? now_there : nbytes, nbytes);
+        }
+    }
+    return memcmp(p->tail, "\r\n", sizeof p->tail) ? GARBAGE : 0;
+}
+
+/* Short ones are verified by the caller. */
+static bool is_verified(const Call *call, Progress *p, const uint8_t *header, const uint8_t *stored,
+                        size_t nbytes)
+{
+    uint64_t checksum;
+    memcpy(&checksum, header + PAYLOAD_CHECKSUM_AT, CHECKSUM_BYTES);
+    return !call->verify ||
+           (nbytes > XXH3_SHORT_BYTES && checksum == xxh3_end(&p->hash, stored, nbytes));
+}
+
+/* ---- packed payloads ---- */
+
+/* Where the stored bytes go: sealed ones are opened by the caller, in the slot. */
+static Bytes room_of(const Task *task, const uint8_t *header)
+{
+    return header[FLAGS_AT] & SEALED ? task->payload : task->end;
+}
+
+/* A value of another length begins with this header: whether it is a packed one that was asked for.
+ * What has arrived behind the header is then where the rest follows. */
+static bool begin_packed(Call *call, const Task *task, Progress *p, size_t stored)
+{
+    const size_t wanted = task->header.nbytes, nbytes = task->payload.nbytes;
+    const uint8_t *expected = task->header.data + (wanted - HEADER_BYTES);
+    const uint8_t *header = p->first + p->line;
+    const Bytes room = room_of(task, header);
+    if (stored <= XXH3_SHORT_BYTES || stored >= nbytes || stored > room.nbytes ||
+        !is_expected(header, expected, stored, nbytes)) {
+        return false;
+    }
+    /* `first` has the first bytes of the reply, and the slot those from `wanted` on, if any. */
+    const size_t start = p->line + HEADER_BYTES, arrived = p->got - start;
+    const size_t there = arrived < stored ? arrived : stored;
+    const size_t first = sizeof p->first - start, in_first = there < first ? there : first;
+    for (size_t i = 0; i < arrived - there && i < sizeof p->tail; i++) {
+        const size_t at = start + stored + i;
+        p->tail[i] = at < sizeof p->first ? p->first[at] : task->payload.data[at - wanted];
+    }
+    uint8_t *into = room.data;
+    if (there > in_first) { /* first: it may be the slot itself */
+        memmove(into + in_first, task->payload.data + (start + in_first - wanted), there - in_first);
+    }
+    memcpy(into, p->first + start, in_first);
+    p->stored = stored;
+    xxh3_begin(&p->hash);
+    if (call->verify) {
+        xxh3_update(&p->hash, into, there, stored);
+    }
+    return true;
+}
+
+static int receive_packed(Call *call, const Task *task, Progress *p)
+{
+    const uint8_t *header = p->first + p->line;
+    const size_t start = p->line + HEADER_BYTES, stored = p->stored;
+    const Bytes room = room_of(task, header);
+    uint8_t *into = room.data;
+    if (p->got > start + stored + sizeof p->tail || stored > room.nbytes) {
+        return GARBAGE;
+    }
+    const int result = receive_rest(call, task, p, start, into, stored);
+    if (result) {
+        return result;
+    }
+    const bool is_sealed = header[FLAGS_AT] & SEALED;
+    if (!is_verified(call, p, header, into, stored) ||
+        (!is_sealed && !unpack(into, stored, header[ELEMENT_BYTES_AT], task->payload.data,
+                               task->payload.nbytes))) {
+        return ends(call, MISMATCH, header, HEADER_BYTES);
+    }
+    memcpy(call->headers[call->done], header, HEADER_BYTES);
+    return DONE;
+}
+
+/* ---- replies that are not the expected one ---- */
+
 /* Receive more of a reply that is not the expected value. */
 static int receive_other(Call *call, const Task *task, Progress *p)
 {
@@ -215,7 +370,13 @@ static int receive_other(Call *call, const Task *task, Progress *p)
             struct iovec part = {p->first + p->got, p->line + kept - p->got};
             result = receive(call, call->fds[task->lane], &part, 1, &p->got);
         }
-        return result ? result : ends(call, OTHER_LENGTH, p->first + p->line, kept);
+        if (result) {
+            return result;
+        }
+        if (kept == HEADER_BYTES && begin_packed(call, task, p, (size_t)length - kept)) {
+            return receive_packed(call, task, p);
+        }
+        return ends(call, OTHER_LENGTH, p->first + p->line, kept);
     }
     if (length < -1 || p->got != p->line) {
         return GARBAGE;
@@ -223,51 +384,19 @@ static int receive_other(Call *call, const Task *task, Progress *p)
     return p->first[0] == '-' ? ends(call, LINE, p->first, line) : NOTHING;
 }
 
-static int receive_ok(Call *call, const Task *task, Progress *p)
-{
-    const int result = receive_line(call, task, p, "+-:");
-    if (result) {
-        return result;
-    }
-    if (p->got != p->line) {
-        return GARBAGE;
-    }
-    return p->line == OK_BYTES && memcmp(p->first, OK_LINE, OK_BYTES) == 0
-               ? DONE
-               : ends(call, LINE, p->first, p->line - 2);
-}
-
 /* ---- values ---- */
-
-/* Whether a header is the expected one: its own checksum, and every field known in advance. */
-static bool is_expected(const uint8_t *header, const uint8_t *expected)
-{
-    uint8_t masked[HEADER_BYTES];
-    uint64_t own;
-    memcpy(masked, header, HEADER_BYTES);
-    memcpy(&own, masked + OWN_CHECKSUM_AT, CHECKSUM_BYTES);
-    memset(masked + OWN_CHECKSUM_AT, 0, CHECKSUM_BYTES);
-    if (own != xxh3_of(masked, HEADER_BYTES)) {
-        return false;
-    }
-    memset(masked + STORE_ID_AT, 0, STORE_ID_BYTES);
-    memset(masked + PAYLOAD_CHECKSUM_AT, 0, CHECKSUM_BYTES);
-    memset(masked + CREATED_AT, 0, CHECKSUM_BYTES);
-    if (expected[FLAGS_AT] & SEALED) {
-        memset(masked + SEAL_AT, 0, SEAL_BYTES);
-    }
-    return memcmp(masked, expected, HEADER_BYTES) == 0;
-}
 
 static int receive_value(Call *call, const Task *task, Progress *p)
 {
-    const int fd = call->fds[task->lane];
     const uint8_t *expected = task->header.data;
     const size_t wanted = task->header.nbytes, head = wanted - HEADER_BYTES;
     const uint8_t *header = p->first + head;
     uint8_t *payload = task->payload.data;
-    const size_t nbytes = task->payload.nbytes, whole = wanted + nbytes + sizeof p->tail;
+    const size_t nbytes = task->payload.nbytes;
 
+    if (p->stored) {
+        return receive_packed(call, task, p);
+    }
     if (p->is_other) {
         return receive_other(call, task, p);
     }
@@ -277,7 +406,7 @@ static int receive_value(Call *call, const Task *task, Progress *p)
             {p->first + p->got, wanted - p->got},
             {payload, nbytes < PIECE_BYTES ? nbytes : PIECE_BYTES},
         };
-        const int result = receive(call, fd, parts, 2, &p->got);
+        const int result = receive(call, call->fds[task->lane], parts, 2, &p->got);
         if (result) {
             return result;
         }
@@ -291,35 +420,12 @@ static int receive_value(Call *call, const Task *task, Progress *p)
             }
         }
     }
-    while (p->got < whole) {
-        const size_t there = p->got - wanted;
-        /* The last piece, and in the same call the CRLF if it has arrived. */
-        struct iovec parts[2] = {{payload + there, nbytes - there}, {p->tail, sizeof p->tail}};
-        size_t count = 2;
-        if (there >= nbytes) {
-            parts[0] = (struct iovec){p->tail + (there - nbytes), whole - p->got};
-            count = 1;
-        } else if (nbytes - there > PIECE_BYTES) {
-            parts[0].iov_len = PIECE_BYTES;
-            count = 1;
-        }
-        const int result = receive(call, fd, parts, count, &p->got);
-        if (result) {
-            return result;
-        }
-        if (call->verify && there < nbytes) {
-            const size_t now_there = p->got - wanted;
-            xxh3_update(&p->hash, payload, now_there < nbytes ? now_there : nbytes, nbytes);
-        }
+    const int result = receive_rest(call, task, p, wanted, payload, nbytes);
+    if (result) {
+        return result;
     }
-    if (memcmp(p->tail, "\r\n", sizeof p->tail)) {
-        return GARBAGE;
-    }
-    uint64_t checksum;
-    memcpy(&checksum, header + PAYLOAD_CHECKSUM_AT, CHECKSUM_BYTES);
-    if (!is_expected(header, expected + head) ||
-        (call->verify && (nbytes <= XXH3_SHORT_BYTES ||
-                          checksum != xxh3_end(&p->hash, payload, nbytes)))) {
+    if (!is_expected(header, expected + head, nbytes, nbytes) ||
+        !is_verified(call, p, header, payload, nbytes)) {
         return ends(call, MISMATCH, header, HEADER_BYTES);
     }
     memcpy(call->headers[call->done], header, HEADER_BYTES);

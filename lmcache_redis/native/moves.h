@@ -10,7 +10,7 @@
 #include "xxh3.h"
 
 /* The header of a stripe (all of it: chunks/frame.py). A reader does not know these fields in advance. */
-#define HEADER_BYTES 512
+#define HEADER_BYTES 640
 #define STORE_ID_AT 8
 #define STORE_ID_BYTES 16
 #define FLAGS_AT 28
@@ -19,7 +19,13 @@
 #define CREATED_AT 160
 #define OWN_CHECKSUM_AT 168
 #define CHECKSUM_BYTES 8
-#define SEAL_AT 464
+#define STORED_FORM_AT 176 /* codec u8, element bytes u8, zeros, stored bytes u64 */
+#define PACKED 1           /* the codec; 0: plain */
+#define ELEMENT_BYTES_AT 177
+#define STORED_BYTES_AT 184
+#define PLAIN_CHECKSUM_AT 192 /* and the tenant */
+#define METADATA_AT 208
+#define SEAL_AT 592
 #define SEAL_BYTES 48
 
 #define MOST_LANES 64
@@ -43,6 +49,7 @@ typedef struct {
     size_t got;  /* bytes of the reply: `first`, then the payload, then `tail` */
     size_t line; /* bytes of the first line of an unexpected reply; 0: incomplete */
     bool is_other;
+    size_t stored;   /* bytes of a packed payload, whose header is good; 0: it is none */
     uint8_t tail[2]; /* the bytes after the payload */
     Xxh3 hash;
     uint8_t first[MOST_LINE_BYTES];
@@ -52,7 +59,7 @@ typedef struct {
     Bytes command; /* of a SET: the bytes before the header */
     Bytes header;  /* of a GET: the expected bytes, beginning with $length CRLF */
     Bytes payload;
-    Bytes end; /* of a SET: the bytes after the payload */
+    Bytes end;     /* of a SET: the bytes after the payload; of a GET: room for a packed payload */
     int lane;
 } Task;
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums on aarch64, which the wheel is built for: cross-compiled, and run by qemu-user.
+"""Checksums and packing on aarch64, which the wheel is built for: cross-compiled, run by qemu-user.
 
 Needs a compiler for aarch64 (gcc's, or zig, which `pip install ziglang` brings) and qemu-aarch64
 (Debian: qemu-user-static).
@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_hexdigest
 
+from tests.native.packed import check
+
 pytestmark = pytest.mark.servers
 
 NATIVE = Path(__file__).parent.parent.parent / "lmcache_redis" / "native"
@@ -35,19 +37,23 @@ def cross_compiler() -> list[str]:
     pytest.skip("no compiler for aarch64: install gcc-aarch64-linux-gnu, or ziglang by pip")
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The words that run `digests.c`."""
+def built(folder: Path, name: str, *others: str) -> list[str]:
+    """The words that run a program of this folder."""
     emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if os.uname().machine != "aarch64" and emulator is None:
         pytest.skip("no qemu-aarch64 on the PATH: install qemu-user-static")
-    built = tmp_path_factory.mktemp("aarch64") / "digests"
-    sources = [Path(__file__).with_name("digests.c"), NATIVE / "xxh3.c"]
+    sources = [Path(__file__).with_name(f"{name}.c"), *(NATIVE / f"{other}.c" for other in others)]
     words = [*cross_compiler(), "-static", "-std=gnu11", "-O3", "-Wall", "-Wextra", "-Werror"]
-    words += [f"-I{NATIVE}", *map(str, sources), "-o", str(built)]
+    words += [f"-I{NATIVE}", *map(str, sources), "-o", str(folder / name)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    return [str(built)] if emulator is None else [emulator, str(built)]
+    return [str(folder / name)] if emulator is None else [emulator, str(folder / name)]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The words that run `digests.c`."""
+    return built(tmp_path_factory.mktemp("aarch64"), "digests", "xxh3")
 
 
 @pytest.mark.parametrize("vectors", ["neon", "plain"])
@@ -73,3 +79,7 @@ def test_the_checksum_on_aarch64_is_xxh3(program: list[str], vectors: str) -> No
 
 def test_no_vectors_of_another_processor(program: list[str]) -> None:
     assert subprocess.run([*program, "avx2"], input=b"").returncode == 3
+
+
+def test_payloads_are_packed_alike(tmp_path: Path) -> None:
+    check(built(tmp_path, "packed", "packing", "tiles"), "plain")
