@@ -177,6 +177,12 @@ class TierSettings:
         None,
         form="FILE",
     )
+    compress: str = setting(
+        "lossless: keep floating-point numbers in Redis in fewer bytes, bit for bit, where that "
+        "saves some; all read both",
+        "off",
+        choices=("off", "lossless"),
+    )
     key_prefix: bytes = setting("prefix of every key, for a server that others use too", b"")
     disk_path: str | None = setting(
         "directory for the disk tier, which survives restarts", None, form="DIRECTORY"
@@ -446,7 +452,7 @@ def check_redis(settings: Any) -> None:
     settings: of an agent, or ``RedisOptions``.
     """
     known = settings_of(AgentConfig)
-    for name in ("get_connections", "set_connections", "network_threads", "ttl_s"):
+    for name in ("get_connections", "set_connections", "network_threads", "ttl_s", "compress"):
         known[name].check(getattr(settings, name))
     if settings.ttl_refresh and not settings.ttl_s:
         raise ConfigError("--ttl-refresh needs a --ttl-s: set that as well")

@@ -106,7 +106,7 @@ class KVStore:
     ) -> None:
         self.namespace = namespace
         self._key_of("a")  # checks the namespace
-        layout = hashlib.blake2b(namespace.encode(), digest_size=32, person=b"lmcr1.store").digest()
+        layout = hashlib.blake2b(namespace.encode(), digest_size=32, person=b"lmcr2.store").digest()
         storages = [in_redis(redis, deadline_s=deadline_s, layout=layout)]
         if memory_bytes:
             storages.insert(0, in_memory(memory_bytes))

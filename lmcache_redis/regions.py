@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -74,6 +74,7 @@ class DoorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     credential_provider: str | None = None
     key_prefix: str = ""
     seal_key_file: str | None = None
+    compress: Literal["off", "lossless"] = "off"
     weights_id: str = ""
     ttl_s: int = 0
     slot_bytes: Annotated[int, msgspec.Meta(ge=4096, le=512 << 20)] = DEFAULT_SLOT_BYTES
@@ -109,6 +110,7 @@ class DoorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             network_threads=self.network_threads,
             ttl_s=self.ttl_s,
             seal_keys=read_seal_keys(self.seal_key_file),
+            compress=self.compress,
         )
 
 
@@ -145,7 +147,7 @@ def form_of(
     described = [sorted(identity.items()), metadata.serialize().hex(), views]
     text = json.dumps(described, separators=(",", ":"))
     layout = hashlib.blake2b(
-        text.encode(), digest_size=_DIGEST_BYTES, person=b"lmcr1.region"
+        text.encode(), digest_size=_DIGEST_BYTES, person=b"lmcr2.region"
     ).digest()
     slot_bytes = settings.slot_bytes if views == 1 else metadata.length // views
     names = ChunkNames(layout, settings.key_prefix.encode())
@@ -283,7 +285,9 @@ class RegionStore:
             self.metrics.count(_COUNTERS.drops[how])
             return False
         self.metrics.count(_COUNTERS.stored_chunks)
-        self.metrics.count(_COUNTERS.stored_bytes, job.frame.chunk_bytes)
+        nbytes = job.frame.chunk_bytes
+        self.metrics.count(_COUNTERS.stored_bytes, job.stored_bytes or nbytes)
+        self.metrics.count(_COUNTERS.plain_bytes, nbytes)
         with self._lock:
             self._distrusted.pop(job.key, None)
         return True
@@ -329,7 +333,7 @@ def _name(key: bytes) -> bytes:
     """The host's key as a chunk hash, whose length is limited."""
     if len(key) <= MAX_HASH_BYTES:
         return key
-    return hashlib.blake2b(key, digest_size=_DIGEST_BYTES, person=b"lmcr1.key").digest()
+    return hashlib.blake2b(key, digest_size=_DIGEST_BYTES, person=b"lmcr2.key").digest()
 
 
 def _job(chunk: RegionChunk, deadline: float) -> ChunkIO:

@@ -78,7 +78,7 @@ def of_salt(salt: str) -> str:
     if not salt:
         return ""
     data = salt.encode("utf-8", "surrogatepass")
-    return _OF_A_SALT + hashlib.blake2b(data, digest_size=16, person=b"lmcr1.tenant").hexdigest()
+    return _OF_A_SALT + hashlib.blake2b(data, digest_size=16, person=b"lmcr2.tenant").hexdigest()
 
 
 def is_sent(tenant: str) -> bool:

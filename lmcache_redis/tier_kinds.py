@@ -68,7 +68,7 @@ class TierKind:
         return f"{self.name}_load_rate"
 
     def counter(self, what: str) -> str:
-        """what: loaded_chunks, loaded_bytes, stored_chunks or stored_bytes."""
+        """what: loaded_chunks, loaded_bytes, stored_chunks, stored_bytes or plain_bytes."""
         return (f"{self.name}_" if self.prefix is None else self.prefix) + what
 
 
@@ -91,7 +91,6 @@ REDIS: Final = TierKind(
         "FULL": "drop_redis_full",
         "REJECTED": "drop_redis_error",
         "NOT_KNOWN": "drop_redis_error",
-        "NO_ROOM_FOR_SEAL": "drop_redis_error",
         "TIMED_OUT": "drop_redis_error",
         "UNAVAILABLE": "drop_redis_error",
         "CANCELLED": "drop_shutdown",

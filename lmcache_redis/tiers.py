@@ -64,7 +64,6 @@ class WriteOutcome(_Outcome):
     FULL = "it is full and evicts nothing"
     REJECTED = "it refuses the write"
     NOT_KNOWN = "it does not say whether it has them"
-    NO_ROOM_FOR_SEAL = "its metadata leave no room for a seal"
     TIMED_OUT = "not stored before its deadline"
     UNAVAILABLE = "it cannot be used"
     CANCELLED = "cancelled"
@@ -148,7 +147,8 @@ class ChunkIO:
     contiguous memoryview for each stripe, of exactly its payload's size, writable for a read; they
     belong to the tier from the call until `done`. deadline: `time.monotonic()` seconds. tag: for
     the caller's use. is_asked_for: a load is a use of the chunk, so its TTL may start again.
-    Compared and hashed by identity.
+    stored_bytes: of a write that is STORED, what the tier keeps of the payload in fewer bytes; 0:
+    all of it. Compared and hashed by identity.
     """
 
     key: bytes
@@ -157,6 +157,7 @@ class ChunkIO:
     deadline: float
     tag: object = None
     is_asked_for: bool = True
+    stored_bytes: int = 0
 
     def check(self, writable: bool) -> None:
         """Raises ValueError unless there is one slot of the right size for every stripe."""
@@ -378,6 +379,7 @@ class TierCounters:
     load_rate: str
     stored_chunks: str
     stored_bytes: str
+    plain_bytes: str
     misses: Mapping[ReadOutcome, str]
     drops: Mapping[WriteOutcome, str]
     queue_full: str
@@ -402,6 +404,7 @@ class TierCounters:
             kind.load_rate,
             kind.counter("stored_chunks"),
             kind.counter("stored_bytes"),
+            kind.counter("plain_bytes"),
             misses,
             drops,
             kind.queue_full or kind.drop,

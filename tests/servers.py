@@ -243,4 +243,4 @@ class RedisServer:
 def stripe_keys(server: Any) -> list[bytes]:
     """All keys of a server, or of a client's, but claims, which are there for seconds."""
     found = server.keys("*") if isinstance(server, redis.Redis) else server.command("KEYS", "*")
-    return [key for key in found if b"lmcr1:claim:" not in key]
+    return [key for key in found if b"lmcr2:claim:" not in key]

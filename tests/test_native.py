@@ -112,7 +112,7 @@ def test_what_it_does_not_take(
 
 def test_what_is_no_task() -> None:
     lanes = [(3, progress())]
-    for tasks in ([None], [()], [(b"", b"", b"")], [(b"", bytes(512), bytes(300), b"")], "no list"):
+    for tasks in ([None], [()], [(b"", b"", b"")], [(b"", bytes(640), bytes(300), b"")], "no list"):
         with pytest.raises((TypeError, BufferError, SystemError)):
             store(lanes, tasks)
     for other in ([None], [3], [(3,)], [(3, bytes(10_000))], "no list"):
@@ -125,7 +125,7 @@ def test_what_is_no_task() -> None:
 def test_buffers_are_given_back() -> None:
     ours, server = socket.socketpair()
     slot = bytearray(4096)
-    task = (b"GET", b"$4608\r\n" + bytes(512), memoryview(slot), b"")
+    task = (b"GET", b"$4736\r\n" + bytes(640), memoryview(slot), b"")
     lane = (ours.fileno(), progress())
     counts = [sys.getrefcount(each) for each in (*task, *lane)]
     with ours, server:

@@ -18,6 +18,7 @@ import torch
 from benchmarks.engine import Engine, Shape
 from demo.agent import AgentServer
 from lmcache_redis import __version__, native
+from lmcache_redis.chunks.keys import KEY_MAGIC
 from tests import subjects
 
 PACKAGE = "lmcache_redis"
@@ -76,6 +77,16 @@ def test_one_version() -> None:
     assert f"\n## [{heading}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_one_magic() -> None:
+    """Of keys and personalizations, in the code and in what operators copy."""
+    pages = [
+        each for name in ("lmcache_redis", "docs", "deploy") for each in (ROOT / name).rglob("*")
+    ]
+    texts = [each.read_text() for each in pages if each.suffix in (".py", ".md", ".yaml", ".json")]
+    found = {each for text in texts for each in re.findall(r"lmcr\d+", text)}
+    assert found == {KEY_MAGIC.decode().rstrip(":")}
+
+
 def test_owned_paths_exist() -> None:
     lines = (ROOT / ".github" / "CODEOWNERS").read_text().splitlines()
     paths = [line.split()[0] for line in lines if not line.startswith("#")]
@@ -115,6 +126,7 @@ def test_the_compiled_part_is_there() -> None:
         pytest.skip("no C compiler")
     assert native.moves is not None, native.why_not
     assert native.guard is not None
+    assert native.packing is not None
 
 
 @pytest.mark.servers

@@ -15,6 +15,7 @@ from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.regions import Answer, DoorSettings, RegionChunk, RegionStore, form_of
+from tests.fuzz.packed import elements_with
 from tests.resp.test_node import cluster_url, shard
 from tests.servers import WAIT_S, RedisServer, stripe_keys
 
@@ -96,6 +97,27 @@ def test_what_was_stored_is_loaded_byte_for_byte(
     assert there(store, chunk(of, b"k"), chunk(of, b"other")) == [True, False]
     into = chunk(of, b"k", views=views)
     assert loaded(store, into, chunk(of, b"other", views=views)) == [True, False]
+    assert content_of(into) == content
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint8"])
+def test_a_door_packs_what_all_read(
+    store: RegionStore, settings: DoorSettings, redis: RedisServer, dtype: str
+) -> None:
+    shape = (SIZE // 2,) if dtype == "bfloat16" else (SIZE,)
+    described = RemoteMetadata(SIZE, [shape], [dtype], MemoryFormat.UNDEFINED)
+    of = form_of(IDENTITY, "org/model", 0, described, settings)
+    content = elements_with([112 + n % 7 for n in range(SIZE // 2)], 2)
+    packing = RegionStore(msgspec.structs.replace(settings, compress="lossless"))
+    assert packing.wait_probed(WAIT_S)
+    assert stored(packing, chunk(of, b"k", content)) == [True]
+    with redis.client() as client:
+        assert sum(map(client.strlen, stripe_keys(client))) < 0.8 * SIZE
+    counters = packing.metrics.snapshot()
+    packing.close(1.0)
+    assert counters["plain_bytes"] == SIZE
+    assert counters["stored_bytes"] < 0.8 * SIZE
+    assert loaded(store, into := chunk(of, b"k")) == [True]
     assert content_of(into) == content
 
 
@@ -222,6 +244,7 @@ def test_views_of_another_size_are_refused(store: RegionStore, settings: DoorSet
         ({"url": 5}, "url"),
         ({"url": "redis://h", "load_timeout_s": 0}, "load_timeout_s"),
         ({"url": "redis://h", "slot_bytes": 1}, "slot_bytes"),
+        ({"url": "redis://h", "compress": "zstd"}, "compress"),
     ],
 )
 def test_a_wrong_setting_is_named(given: dict[str, object], said: str) -> None:

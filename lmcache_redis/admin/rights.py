@@ -88,7 +88,7 @@ def sent_by_agents(
 
 
 def probe_key(prefix: bytes) -> bytes:
-    """A key that the rights of agents cover (prefix and `lmcr1:`) and that names no stripe."""
+    """A key that the rights of agents cover (prefix and `lmcr2:`) and that names no stripe."""
     return b"%b%bdoctor:%b" % (prefix, KEY_MAGIC, secrets.token_hex(16).encode())
 
 

@@ -20,6 +20,7 @@ from lmcache_redis.admin.server import BATCH_KEYS, Command, Primary, PrimaryServ
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.chunks.names import names_no_stripe, parse_stripe_key
+from lmcache_redis.chunks.packing import unpack
 from lmcache_redis.errors import (
     FormatError,
     RedisError,
@@ -86,7 +87,7 @@ class Stripe:
 
 
 def judge(name: ChunkName, index: int, value_bytes: int, head: bytes) -> Stripe:
-    """The stripe, judged by its value's length and first 512 bytes."""
+    """The stripe, judged by its value's length and first 640 bytes."""
     if not value_bytes:
         return Stripe(index, StripeState.MISSING, StripeState.MISSING.value)
     try:
@@ -96,7 +97,7 @@ def judge(name: ChunkName, index: int, value_bytes: int, head: bytes) -> Stripe:
     reason = _mismatch(name, index, header)
     if reason:
         return Stripe(index, StripeState.FOREIGN, reason, value_bytes, header)
-    expected_bytes = HEADER_BYTES + header.payload_bytes
+    expected_bytes = HEADER_BYTES + header.stored_bytes
     if value_bytes != expected_bytes:
         reason = f"{value_bytes:,} bytes where its header says {expected_bytes:,}"
         return Stripe(index, StripeState.WRONG_LENGTH, reason, value_bytes, header)
@@ -159,9 +160,14 @@ def verify_payload(
         if checksum != said.checksum:
             detail = f"its payload's checksum is {checksum:016x}, not {said.checksum:016x}"
             again = replace(again, state=StripeState.DAMAGED, detail=detail)
-        elif keys is not None:
-            state, detail = _opened(keys, key, said, header, payload)
-            again = replace(again, state=state, detail=detail)
+        else:
+            if keys is not None:
+                state, detail = _opened(keys, key, said, header, payload)
+                again = replace(again, state=state, detail=detail)
+            is_readable = again.state is StripeState.WHOLE and (keys or said.sealed_with is None)
+            if is_readable and not _is_unpacked(said, payload):
+                detail = "it is packed, and cannot be unpacked"
+                again = replace(again, state=StripeState.DAMAGED, detail=detail)
     return replace(again, idle_s=stripe.idle_s, expires_in_s=stripe.expires_in_s)
 
 
@@ -178,6 +184,12 @@ def _opened(
     if opened is not Opened.OK:
         return StripeState.DAMAGED, f"it is {opened.value}"
     return StripeState.WHOLE, ""
+
+
+def _is_unpacked(said: StripeHeader, payload: memoryview) -> bool:
+    if not said.element_bytes:
+        return True
+    return unpack(payload, said.element_bytes, bytearray(said.payload_bytes))
 
 
 def _questions(key: bytes) -> list[Command]:

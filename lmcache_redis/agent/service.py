@@ -422,7 +422,7 @@ class Handlers:
                 prefixes.add(each.names.common)
             else:
                 sizes = m.HASH_BYTES_OF_AN_EPOCH
-                prefixes |= {each.stem(len(epoch) + nbytes) + epoch for nbytes in sizes}
+                prefixes |= {each.keys_after(epoch, len(epoch) + nbytes) for nbytes in sizes}
         self._agent.cache.metrics.count("clears")
         reply(m.Done(0, self._agent.cache.clear(sorted(prefixes), for_good=bool(epoch))))
 

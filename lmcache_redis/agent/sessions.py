@@ -25,6 +25,7 @@ import msgspec
 
 from lmcache_redis.agent.sights import ChunkSights
 from lmcache_redis.cache.pool import Entry, HostPool
+from lmcache_redis.chunks.keys import hash_tag
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.errors import WireError
 from lmcache_redis.metrics import Metrics
@@ -257,8 +258,8 @@ class Session:
 
         Copies and pins end in the order of the prompt, which would be evicted in that order.
         """
-        hashes = [*reversed(self.positions)]
-        self._pool.touch_all(stem + each for each in hashes for stem in self.stems)
+        tags = map(hash_tag, reversed(self.positions))
+        self._pool.touch_all(stem + tag for tag in tags for stem in self.stems)
 
     @property
     def has_pins(self) -> bool:

@@ -12,6 +12,7 @@ from lmcache_redis.cache.cache import Cache, Load
 from lmcache_redis.cache.pacing import Computing, Part, PrefixNeeds
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.cache.threads import Action
+from lmcache_redis.chunks.keys import hash_tag
 from lmcache_redis.chunks.names import ChunkForm, PartNames
 
 # Loads begin in batches: the first are in flight while slots are reserved for the next.
@@ -104,7 +105,8 @@ class LookupParts:
         state = self._states.get(part)
         if state is None:
             chunk, row = part
-            key, forms = self._stems[row] + self._request.hashes[chunk], self._request.forms
+            key = self._stems[row] + hash_tag(self._request.hashes[chunk])
+            forms = self._request.forms
             form = forms[row] if row < len(forms) else None
             state = self._states[part] = PartState(part, key, form)
         return state
@@ -148,8 +150,9 @@ class LookupParts:
         local, bounded = len(self._request.forms), self.needs.bounded
         rows = [(row, stem) for row, stem in enumerate(self._stems) if row not in bounded]
         for chunk, chunk_hash in enumerate(self._request.hashes):
+            tag = hash_tag(chunk_hash)
             for row, stem in rows:
-                entry = hold(stem + chunk_hash) if row < local else None
+                entry = hold(stem + tag) if row < local else None
                 if entry is not None and entry.state is ready:
                     pooled[chunk, row] = entry
                     continue

@@ -5,4 +5,5 @@ names      what a group of layers needs of a prefix, and what its chunks and str
 keys       `ObjectKey`, and the hashes of chunks
 frame      the header before the bytes of a stripe
 metadata   `RemoteMetadata`: length, shapes, dtypes and their codes
+packing    payloads of floating-point numbers in fewer bytes
 """

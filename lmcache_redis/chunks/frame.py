@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frame of one Redis value: a header of 512 bytes, then one stripe's payload.
+"""The frame of one Redis value: a header of 640 bytes, then one stripe's payload.
 
 The header names the layout, chunk, stripe and store of the payload, and has the checksums of the
 payload and of itself. Little-endian:
 
-      0  4s  magic b"LMCR"            32  u64 payload bytes     160  u64 created, Unix ms
-      4  u16 version, 1               40  u64 payload offset    168  u64 header checksum
-      6  u16 header bytes, 512        48  u64 chunk bytes       176  336s RemoteMetadata
-      8  16s store id                 56  u64 payload checksum       of the chunk,
-     24  u16 stripe index             64  32s layout fingerprint     zero padded
-     26  u16 stripe count             96  u8  hash length
-     28  u32 flags                    97  63s chunk hash, zero padded
+      0  4s  magic b"LMCR"            56  u64 payload checksum  177  u8  element bytes
+      4  u16 version, 2               64  32s layout            178  6   zeros
+      6  u16 header bytes, 640            fingerprint           184  u64 stored bytes
+      8  16s store id                 96  u8  hash length       192  u64 plain checksum
+     24  u16 stripe index             97  63s chunk hash,       200  8s  tenant
+     26  u16 stripe count                 zero padded           208  336s RemoteMetadata of
+     28  u32 flags                   160  u64 created, Unix ms            the chunk, zero padded
+     32  u64 payload bytes           168  u64 header checksum   544  48  zeros
+     40  u64 payload offset          176  u8  codec             592  48s seal
+     48  u64 chunk bytes
 
-Checksums are xxh3-64; the header's is computed with its own field zero. With the flag SEALED the
-payload is encrypted, and the last 48 bytes of the metadata are the seal (`lmcache_redis.seal`).
-docs/reference/value-format.md is the specification. A reader knows everything but store id,
-checksums, time and seal in advance, so `ChunkFrame.check_header` compares bytes; `describe_header`
-needs no frame.
+Checksums are xxh3-64. That of the payload is of its stored bytes; the header's is computed with its
+own field zero. With the codec PACKED the payload is stored in fewer bytes (`packing`), with the
+flag SEALED those are encrypted (`lmcache_redis.seal`). docs/reference/value-format.md is the
+specification. A reader knows everything in advance but store id, checksums, time, tenant, seal and
+how it is stored, so `ChunkFrame.check_header` compares bytes; `describe_header` needs no frame.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ from lmcache_redis.chunks.metadata import MAX_METADATA_BYTES, MAX_SIZE, RemoteMe
 from lmcache_redis.errors import FormatError
 
 MAGIC = b"LMCR"
-HEADER_BYTES = 512
-VERSION = 1
+HEADER_BYTES = 640
+VERSION = 2
 STORE_ID_BYTES = 16
 FINGERPRINT_BYTES = 32
 MAX_STRIPES = 0xFFFF
@@ -46,19 +49,30 @@ STORE_ID = slice(8, 24)
 FLAGS_AT = 28
 PAYLOAD_CHECKSUM = slice(56, 64)
 SEALED = 1  # the flag
+CODEC_AT = 176
+PACKED = 1  # the codec; 0: plain
 SEAL_KEY_ID_BYTES = 8
 SEAL_BYTES = 48
 SEAL_AT = HEADER_BYTES - SEAL_BYTES
 
 _PREAMBLE = struct.Struct("<4sHH")
 _PLACE = struct.Struct("<HHIQQQ")
-# preamble | store id | place | payload checksum | layout and chunk | created | own | metadata
-_PARTS = struct.Struct("<8s16s32sQ96sQQ336s")
+# preamble | store id | place | payload checksum | layout and chunk | created | own | stored form
+# | plain checksum, tenant | metadata | zeros, seal
+_PARTS = struct.Struct("<8s16s32sQ96sQQ16s16s336s96s")
+_STORED_FORM = struct.Struct("<BB6sQ")
+_STORED_AT = slice(176, 192)
+_CHECKSUM_AND_TENANT = slice(192, 208)
+_PAYLOAD_BYTES = slice(8, 16)  # of a place
+_ELEMENTS = (1, 2, 4)
 _CREATED = slice(160, 168)
 _OWN_CHECKSUM = slice(168, 176)
 _NO_CHECKSUM = bytes(8)
+_NO_TENANT = bytes(16)
+_NO_CODEC = bytes(8)
 _NO_STORE_ID = bytes(STORE_ID_BYTES)
 _NO_SEAL = bytes(SEAL_BYTES)
+_AFTER_METADATA = bytes(96)
 # Parsed once: chunks of one layout share their metadata.
 parsed_metadata = functools.lru_cache(maxsize=1024)(RemoteMetadata.deserialize)
 _EXPECTED_PREAMBLE = _PREAMBLE.pack(MAGIC, VERSION, HEADER_BYTES)
@@ -77,11 +91,17 @@ class Verdict(enum.Enum):
 
 
 class HeaderCheck(NamedTuple):
-    """The verdict on a header; store_id and the payload's checksum are set if it is OK."""
+    """The verdict on a header; the rest is set if it is OK.
+
+    checksum: of the stored bytes. stored_bytes: their number. element_bytes: of a packed payload;
+    0: it is plain.
+    """
 
     verdict: Verdict
     store_id: bytes = b""
     checksum: int = 0
+    stored_bytes: int = 0
+    element_bytes: int = 0
 
     @property
     def ok(self) -> bool:
@@ -126,13 +146,8 @@ class ChunkFrame:
         object.__setattr__(self, "_layout_and_chunk", layout_and_chunk)
         object.__setattr__(self, "_padded_metadata", self.metadata.ljust(MAX_METADATA_BYTES, b"\0"))
 
-    @property
-    def has_room_for_seal(self) -> bool:
-        """Whether the metadata end before the seal: those of six groups do."""
-        return not any(self._padded_metadata[-SEAL_BYTES:])
-
     def header(self, index: int, store_id: bytes, checksum: int, created_unix_ms: int) -> bytearray:
-        """The header of stripe `index`, not sealed. checksum: of the payload.
+        """The header of stripe `index`, plain and not sealed. checksum: of the payload.
 
         store_id: 16 bytes, of all stripes of one store. Raises FormatError for what does not fit.
         """
@@ -147,30 +162,35 @@ class ChunkFrame:
         created_unix_ms: int = 0,
         is_sealed: bool = False,
     ) -> bytes:
-        """The header of stripe `index` with both checksums zero, and with room for the seal."""
+        """The header of stripe `index`, plain, without checksums and seal."""
         if len(store_id) != STORE_ID_BYTES:
             raise FormatError(f"a store id has {STORE_ID_BYTES} bytes, not {len(store_id)}")
         try:
             created = created_unix_ms.to_bytes(8, "little")
         except OverflowError as error:
             raise FormatError(f"a header that cannot be written: {error}") from None
+        place = self._place(index, SEALED if is_sealed else 0)
         return b"".join(
             (
                 _EXPECTED_PREAMBLE,
                 store_id,
-                self._place(index, SEALED if is_sealed else 0),
+                place,
                 _NO_CHECKSUM,
                 self._layout_and_chunk,
                 created,
                 _NO_CHECKSUM,
+                _NO_CODEC,
+                place[_PAYLOAD_BYTES],
+                _NO_TENANT,
                 self._padded_metadata,
+                _AFTER_METADATA,
             )
         )
 
     def check_header(
         self, buf: bytes | bytearray | memoryview, index: int, is_sealed: bool = False
     ) -> HeaderCheck:
-        """Whether the first 512 bytes of `buf` are the header of stripe `index`. Never raises.
+        """Whether the first 640 bytes of `buf` are the header of stripe `index`. Never raises.
 
         is_sealed: whether it must be sealed; the seal itself is not checked.
         """
@@ -181,7 +201,7 @@ class ChunkFrame:
             and is_expected(raw, self.bare_header(index, is_sealed=is_sealed))
         ):
             checksum = int.from_bytes(raw[PAYLOAD_CHECKSUM], "little")
-            return HeaderCheck(Verdict.OK, raw[STORE_ID], checksum)
+            return HeaderCheck(Verdict.OK, raw[STORE_ID], checksum, *stored_form(raw))
         return HeaderCheck(self._fault(raw, index))
 
     def _place(self, index: int, flags: int) -> bytes:
@@ -204,7 +224,10 @@ class ChunkFrame:
 
 @dataclass(frozen=True, slots=True)
 class StripeHeader:
-    """The fields of a header. checksum: of the payload. sealed_with: the id of the key, or None."""
+    """The fields of a header. checksum, stored_bytes: of what follows the header.
+
+    element_bytes: of a packed payload; 0: it is plain. sealed_with: the id of the key, or None.
+    """
 
     store_id: bytes
     stripe_index: int
@@ -212,6 +235,8 @@ class StripeHeader:
     payload_bytes: int
     payload_offset: int
     chunk_bytes: int
+    stored_bytes: int
+    element_bytes: int
     checksum: int
     fingerprint: bytes
     chunk_hash: bytes
@@ -221,16 +246,16 @@ class StripeHeader:
 
 
 def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
-    """The header in the first 512 bytes of a value. Raises FormatError unless it is consistent."""
+    """The header in the first 640 bytes of a value. Raises FormatError unless it is consistent."""
     raw = _header_of(buf)
     fault = _own_fault(raw)
     if fault is not None:
         raise FormatError(f"the header of a stripe was expected, found {fault.value}")
-    _, store_id, place, checksum, layout_and_chunk, created, _, described = _PARTS.unpack(raw)
+    _, store_id, place, checksum, layout_and_chunk, created, *_, described, _ = _PARTS.unpack(raw)
     index, count, flags, payload, offset, chunk_bytes = _PLACE.unpack(place)
     is_sealed = bool(flags & SEALED)
     hash_end = FINGERPRINT_BYTES + 1 + layout_and_chunk[FINGERPRINT_BYTES]
-    metadata = RemoteMetadata.deserialize(described[:-SEAL_BYTES] if is_sealed else described)
+    metadata = RemoteMetadata.deserialize(described)
     # Every stripe but the last has the same size; the offset of the last gives that size.
     frame = ChunkFrame(
         layout_and_chunk[:FINGERPRINT_BYTES],
@@ -239,7 +264,8 @@ def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
         offset // index if index and index == count - 1 else payload,
         metadata.serialize(),
     )
-    if not frame.check_header(raw, index, is_sealed).ok:
+    check = frame.check_header(raw, index, is_sealed)
+    if not check.ok:
         raise FormatError(
             f"stripe {index} of {count}, {payload} bytes at {offset}, cannot be part of a "
             f"chunk of {chunk_bytes} bytes"
@@ -251,6 +277,8 @@ def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
         payload_bytes=payload,
         payload_offset=offset,
         chunk_bytes=chunk_bytes,
+        stored_bytes=check.stored_bytes,
+        element_bytes=check.element_bytes,
         checksum=checksum,
         fingerprint=frame.fingerprint,
         chunk_hash=frame.chunk_hash,
@@ -261,20 +289,43 @@ def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
 
 
 def add_checksums(header: bytearray, checksum: int) -> None:
-    """Write the checksum of the payload, and then the header's own, into a header."""
+    """Write the checksum of the stored bytes, and then the header's own, into a header."""
     header[PAYLOAD_CHECKSUM] = checksum.to_bytes(8, "little")
     header[_OWN_CHECKSUM] = _own_checksum(header).to_bytes(8, "little")
 
 
-def is_expected(header: bytes, bare: bytes | bytearray) -> bool:
-    """Whether a header is undamaged, and equals `bare` in the fields that readers can know."""
+def mark_packed(header: bytearray, element_bytes: int, stored_bytes: int) -> None:
+    """Make it the header of a packed payload."""
+    header[_STORED_AT] = _STORED_FORM.pack(PACKED, element_bytes, b"", stored_bytes)
+
+
+def stored_form(header: bytes | bytearray) -> tuple[int, int]:
+    """The number of stored bytes, and the bytes of an element if they are packed, else 0."""
+    _, element_bytes, _, stored_bytes = _STORED_FORM.unpack(header[_STORED_AT])
+    return stored_bytes, element_bytes
+
+
+def is_expected(header: bytes, bare: bytes | bytearray, stored_bytes: int | None = None) -> bool:
+    """Whether a header is undamaged, and equals `bare` in the fields that readers can know.
+
+    stored_bytes: how many follow it, if that is known.
+    """
+    if stored_bytes is not None and stored_bytes != stored_form(header)[0]:
+        return False
     if _own_checksum(header) != int.from_bytes(header[_OWN_CHECKSUM], "little"):
         return False
     masked = bytearray(header)
     masked[STORE_ID] = _NO_STORE_ID
     masked[PAYLOAD_CHECKSUM] = masked[_CREATED] = masked[_OWN_CHECKSUM] = _NO_CHECKSUM
+    masked[_CHECKSUM_AND_TENANT] = _NO_TENANT
     if bare[FLAGS_AT] & SEALED:
         masked[SEAL_AT:] = _NO_SEAL
+    if masked[CODEC_AT] == PACKED:
+        _, element_bytes, zeros, stored_bytes = _STORED_FORM.unpack(masked[_STORED_AT])
+        payload_bytes = stored_form(bare)[0]
+        if element_bytes not in _ELEMENTS or any(zeros) or not 0 < stored_bytes < payload_bytes:
+            return False
+        masked[_STORED_AT] = bare[_STORED_AT]
     return masked == bare
 
 
@@ -321,7 +372,7 @@ def allocated_bytes(size_bytes: int) -> int:
 
 
 def _header_of(buf: bytes | bytearray | memoryview) -> bytes:
-    """The first 512 bytes, or fewer. A copy, which cannot change during the check."""
+    """The first 640 bytes, or fewer. A copy, which cannot change during the check."""
     return bytes(memoryview(buf)[:HEADER_BYTES])[:HEADER_BYTES]
 
 
@@ -334,7 +385,7 @@ def _own_fault(raw: bytes) -> Verdict | None:
     """What is wrong with a header by itself, whichever chunk it belongs to; None if nothing is."""
     if len(raw) < HEADER_BYTES:
         return Verdict.CORRUPT_HEADER
-    preamble, _, place, _, _, _, own, _ = _PARTS.unpack(raw)
+    preamble, _, place, _, _, _, own, *_ = _PARTS.unpack(raw)
     magic, version, header_bytes = _PREAMBLE.unpack(preamble)
     if magic != MAGIC:
         return Verdict.BAD_MAGIC
@@ -342,9 +393,9 @@ def _own_fault(raw: bytes) -> Verdict | None:
         return Verdict.BAD_VERSION
     if own != _own_checksum(raw) or header_bytes != HEADER_BYTES:
         return Verdict.CORRUPT_HEADER
-    # An unknown flag may change the meaning of the payload.
-    flags = _PLACE.unpack(place)[2]
-    return Verdict.BAD_VERSION if flags & ~SEALED else None
+    # An unknown flag or codec may change the meaning of the payload.
+    is_unknown = _PLACE.unpack(place)[2] & ~SEALED or raw[CODEC_AT] > PACKED
+    return Verdict.BAD_VERSION if is_unknown else None
 
 
 @functools.lru_cache(maxsize=4096)

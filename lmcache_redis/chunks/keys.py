@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ObjectKey`, the name of one worker's chunk, and hashes (docs/reference/value-format.md).
 
-Encoded, integers big-endian: kv_rank u32 | model length u16 | model utf-8 | hash length u8 | hash
+Encoded, integers big-endian:
+
+    kv_rank u32 | model length u16 | model utf-8 | hash length u8 | "{" | hash in hex | "}"
+
+In Redis Cluster what is in braces decides where a key lies (its hash tag): all stripes of a chunk,
+and the parts of all workers and groups of the same tokens, lie on one server.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import struct
 import sys
 from array import array
+from binascii import hexlify, unhexlify
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from lmcache_redis.errors import FormatError, check_int
 
-KEY_MAGIC = b"lmcr1:"
+KEY_MAGIC = b"lmcr2:"
 NAMESPACE_BYTES = 16
 MAX_HASH_BYTES = 63
 MAX_MODEL_NAME_BYTES = 1024
@@ -24,9 +31,10 @@ MAX_WORLD_SIZE = 0xFF
 INT_HASH_BYTES = 8
 CHUNK_HASH_BYTES = 32  # of `hash_chunks`
 
-_HASH_PERSON = b"lmcr1.tokens"
-_LONG_HASH_PERSON = b"lmcr1.long-hash"
+_HASH_PERSON = b"lmcr2.tokens"
+_LONG_HASH_PERSON = b"lmcr2.long-hash"
 _RANK_AND_NAME_LENGTH = struct.Struct(">IH")
+_HASH_TAG = re.compile(rb"\{[0-9a-f]+\}")
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -82,7 +90,8 @@ class ObjectKey:
 
     def to_bytes(self) -> bytes:
         """The ObjectKey part of a Redis key; `from_bytes` is its exact inverse."""
-        return before_hash(self.model_name, self.kv_rank, len(self.chunk_hash)) + self.chunk_hash
+        before = before_hash(self.model_name, self.kv_rank, len(self.chunk_hash))
+        return before + hash_tag(self.chunk_hash)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ObjectKey:
@@ -92,14 +101,15 @@ class ObjectKey:
             raise FormatError(f"an ObjectKey has at least {fixed} bytes, not {len(data)}")
         kv_rank, name_length = _RANK_AND_NAME_LENGTH.unpack_from(data)
         hash_at = fixed + name_length + 1
-        if len(data) < hash_at or len(data) != hash_at + data[hash_at - 1]:
+        if len(data) < hash_at or len(data) != hash_at + hash_tag_bytes(data[hash_at - 1]):
             raise FormatError(f"the lengths in an ObjectKey do not add up to {len(data)} bytes")
         check_int("the length of a chunk hash", data[hash_at - 1], 1, MAX_HASH_BYTES)
+        chunk_hash = hash_in(bytes(data), data[hash_at - 1])
         try:
             model_name = str(data[fixed : hash_at - 1], "utf-8")
         except UnicodeDecodeError as error:
             raise FormatError(f"the model name in an ObjectKey is not UTF-8: {error}") from None
-        return cls(bytes(data[hash_at:]), model_name, kv_rank)
+        return cls(chunk_hash, model_name, kv_rank)
 
 
 def share_rank(shares: int, share: int) -> int:
@@ -121,7 +131,7 @@ def hash_chunks(
     root      = H(u32 chunk_size_tokens | salt)
     hash of i = H(hash of chunk i-1, or root | token ids of chunk i, u32 each)
 
-    H is BLAKE2b (RFC 7693) with a digest of 32 bytes and the personalization b"lmcr1.tokens";
+    H is BLAKE2b (RFC 7693) with a digest of 32 bytes and the personalization b"lmcr2.tokens";
     integers are little-endian. Tokens past the last full chunk are ignored.
 
     salt distinguishes KV that depends on more than tokens (LoRA, tenants, images). Raises
@@ -152,6 +162,23 @@ def before_hash(model_name: str, kv_rank: int, hash_len: int) -> bytes:
     return _RANK_AND_NAME_LENGTH.pack(kv_rank, len(name)) + name + bytes((hash_len,))
 
 
+def hash_tag(chunk_hash: bytes) -> bytes:
+    """The last part of a chunk key. A hash is written in hex, which has no braces of its own."""
+    return b"{%b}" % hexlify(chunk_hash)
+
+
+def hash_tag_bytes(hash_bytes: int) -> int:
+    return 2 * hash_bytes + 2
+
+
+def hash_in(chunk_key: bytes, hash_bytes: int) -> bytes:
+    """The hash of so many bytes that a chunk key ends with. Raises FormatError for another key."""
+    tag = chunk_key[-hash_tag_bytes(hash_bytes) :]
+    if _HASH_TAG.fullmatch(tag) is None or len(tag) != hash_tag_bytes(hash_bytes):
+        raise FormatError(f"a chunk key ends with {hash_bytes} bytes in hex, in braces")
+    return unhexlify(tag[1:-1])
+
+
 def model_name_bytes(model_name: str) -> bytes:
     try:
         name = model_name.encode("utf-8")
@@ -167,7 +194,7 @@ def model_name_bytes(model_name: str) -> bytes:
 def bounded_hash(chunk_hash: bytes) -> bytes:
     """The hash that a key holds for a chunk hash: itself, or a digest of one of over 63 bytes.
 
-    The digest is BLAKE2b (RFC 7693) of 32 bytes with the personalization b"lmcr1.long-hash". Raises
+    The digest is BLAKE2b (RFC 7693) of 32 bytes with the personalization b"lmcr2.long-hash". Raises
     FormatError for what is not bytes, or empty.
     """
     check_hash(chunk_hash)

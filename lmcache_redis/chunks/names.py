@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The name of a chunk, and the form of its parts: the same in Redis and on disk, for everyone.
 
-    user prefix | b"lmcr1:" | namespace (16) | ObjectKey (`keys`)
+    user prefix | b"lmcr2:" | namespace (16) | ObjectKey (`keys`)
 
 The namespace identifies the layout: for agents the first 16 hex digits of the engine's fingerprint,
 for the library the namespace of tensors, whose metadata describes them. In Redis each stripe of a
@@ -26,14 +26,20 @@ from typing import Literal
 import msgspec
 
 from lmcache_redis.chunks.frame import ChunkFrame, stripe_payload_bytes
-from lmcache_redis.chunks.keys import KEY_MAGIC, NAMESPACE_BYTES, ObjectKey, before_hash
+from lmcache_redis.chunks.keys import (
+    KEY_MAGIC,
+    NAMESPACE_BYTES,
+    ObjectKey,
+    before_hash,
+    hash_tag,
+)
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import FormatError, check_int
 
 # The fingerprint of tensors, which have no layout.
-TENSORS = hashlib.blake2b(b"lmcr1.tensors", digest_size=32).digest()
+TENSORS = hashlib.blake2b(b"lmcr2.tensors", digest_size=32).digest()
 # That of values that describe layouts, see `agent.reports.explaining`.
-DESCRIPTIONS = hashlib.blake2b(b"lmcr1.layouts", digest_size=32).digest()
+DESCRIPTIONS = hashlib.blake2b(b"lmcr2.layouts", digest_size=32).digest()
 
 MAX_REACH_TOKENS = 1 << 40
 MAX_STRIPE_INDEX = 0xFFFF
@@ -46,7 +52,7 @@ _STRIPE_INDEX = struct.Struct(">H")
 def key_stem(
     namespace: bytes, model_name: str, kv_rank: int, hash_len: int, key_prefix: bytes = b""
 ) -> bytes:
-    """What a Redis key has before the chunk hash. Raises FormatError for a field out of range."""
+    """What a Redis key has before the hash tag. Raises FormatError for a field out of range."""
     if len(namespace) != NAMESPACE_BYTES:
         raise FormatError(f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}")
     return key_prefix + KEY_MAGIC + namespace + before_hash(model_name, kv_rank, hash_len)
@@ -73,8 +79,9 @@ def parse_stripe_key(data: bytes, key_prefix: bytes = b"") -> tuple[bytes, Objec
 
 def claim_key(chunk_key: bytes, key_prefix: bytes) -> bytes:
     """The Redis key that a writer of the chunk sets for a while, so that no other writes it."""
-    digest = hashlib.blake2b(chunk_key, digest_size=8).digest()
-    return key_prefix + _CLAIM_MAGIC + digest
+    digest = hashlib.blake2b(chunk_key, digest_size=8).hexdigest()
+    tag = chunk_key[chunk_key.rfind(b"{") :]
+    return b"%b%b%b%b" % (key_prefix, _CLAIM_MAGIC, digest.encode(), tag)
 
 
 def is_claim_key(data: bytes, key_prefix: bytes) -> bool:
@@ -121,7 +128,8 @@ class ChunkNames:
         )
 
     def chunk_key(self, key: ObjectKey) -> bytes:
-        return self.stem(key.model_name, key.kv_rank, len(key.chunk_hash)) + key.chunk_hash
+        stem = self.stem(key.model_name, key.kv_rank, len(key.chunk_hash))
+        return stem + hash_tag(key.chunk_hash)
 
     def parse(self, chunk_key: bytes) -> ObjectKey | None:
         """The inverse of `chunk_key`; None if it names no chunk of this layout."""
@@ -205,7 +213,11 @@ class PartNames:
 
     def key(self, chunk_hash: bytes) -> bytes:
         """The chunk key: the Redis keys of its stripes, without their index."""
-        return self.stem(len(chunk_hash)) + chunk_hash
+        return self.stem(len(chunk_hash)) + hash_tag(chunk_hash)
+
+    def keys_after(self, first: bytes, hash_bytes: int) -> bytes:
+        """The common prefix of keys whose hashes have so many bytes, beginning with these."""
+        return self.stem(hash_bytes) + hash_tag(first)[:-1]
 
     def stem(self, hash_bytes: int) -> bytes:
         """The common prefix of the keys of all chunks with hashes of `hash_bytes` bytes."""

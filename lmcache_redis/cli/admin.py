@@ -91,7 +91,7 @@ def inspect(
 
       lmcache-redis inspect
 
-      lmcache-redis inspect '"lmcr1:..."'
+      lmcache-redis inspect '"lmcr2:..."'
     """
     if key is not None and everything:
         raise ConfigError("--all cannot be combined with a KEY: leave one of them out")

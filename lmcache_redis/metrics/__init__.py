@@ -209,8 +209,12 @@ DECLARED: Final = (
         _moved("stored_chunks", "chunks written to {title} completely"),
     ),
     Declared(
-        Counter, "stored_bytes", "payload bytes of chunks written", "tier",
-        _moved("stored_bytes", "payload bytes written to {title}"),
+        Counter, "stored_bytes", "payload bytes of chunks written, as they lie", "tier",
+        _moved("stored_bytes", "payload bytes written to {title}, as they lie"),
+    ),
+    Declared(
+        Counter, "plain_bytes", "the same bytes before --compress", "tier",
+        _moved("plain_bytes", "payload of what was written to {title}"),
     ),
     Declared(
         Histogram, "lookup_seconds",

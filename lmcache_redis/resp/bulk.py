@@ -7,6 +7,10 @@ stripes in one call, without the GIL. `PythonMover` does the same for TLS, and i
 missing. Each stripe ends with a definite result (`End`). A call returns after `QUIET_MS` of
 silence; the next call continues from a progress that only the mover reads. So the caller keeps the
 deadlines, and can redirect the rest of a reply to other memory between two calls.
+
+A load expects the length of a plain value, and receives it in the slot. A value with fewer bytes
+counts if its header says that it is packed: the stored bytes are received in the room that comes
+with the stripe, verified, and unpacked into the slot. Sealed ones are left in the slot.
 """
 
 from __future__ import annotations
@@ -27,7 +31,9 @@ from lmcache_redis.chunks.frame import (
     STORE_ID,
     add_checksums,
     is_expected,
+    stored_form,
 )
+from lmcache_redis.chunks.packing import unpack
 from lmcache_redis.errors import RedisError, RedisLost, RedisProtocolError, RedisTimeout
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import CRLF, error_of, error_reply, parse_length
@@ -45,12 +51,12 @@ MOST_LINE_BYTES = 4096
 # Payloads up to this size have another algorithm of xxh3.
 SHORT_BYTES = 240
 
-# What a mover needs of a stripe: (command, header, slot, end of the command). To load: the packed
-# GET; ``$length`` CRLF and the expected header with its unknown fields zero; the slot; nothing. To
-# store: the packed SET up to its value; the header, with checksums if the payload has at most
-# `SHORT_BYTES`, which the native extension cannot hash; the slot, or its sealed copy; the rest of
-# the SET.
-Packed = tuple[bytes, bytes | bytearray, memoryview, bytes]
+# What a mover needs of a stripe: (command, header, payload, end). To load: the GET; ``$length``
+# CRLF and the expected header of a plain value, with its unknown fields zero; the slot; room for a
+# packed payload, or nothing. To store: the SET up to its value; the header, with checksums if the
+# stored bytes are at most `SHORT_BYTES`, which the native extension cannot hash; the stored bytes;
+# the rest of the SET. The replies to loads arrive one by one: all of them may have one room.
+Request = tuple[bytes, bytes | bytearray, memoryview, bytes | memoryview]
 
 
 class End(enum.IntEnum):
@@ -95,7 +101,7 @@ class MoveCall(NamedTuple):
     """
 
     lanes: list[Handle]
-    tasks: list[Packed]
+    tasks: list[Request]
     in_flight: int
     is_sending: bool
     drain: bool
@@ -153,8 +159,9 @@ class _Progress:
     def reset(self) -> None:
         self.sent = self.got = 0
         self.is_other = False
+        self.stored = 0  # bytes of a packed payload, whose header is good
 
-    def send(self, task: Packed, is_load: bool) -> int:
+    def send(self, task: Request, is_load: bool) -> int:
         """Send the rest of a request: 0, EAGAIN if that would block, or another errno."""
         command, header, payload, end = task
         if not is_load and not self.sent and isinstance(header, bytearray):
@@ -171,11 +178,11 @@ class _Progress:
             return errno.EPIPE
         return 0
 
-    def receive(self, task: Packed, is_load: bool, verify: bool) -> Result | None:
+    def receive(self, task: Request, is_load: bool, verify: bool) -> Result | None:
         """Receive a reply; None: it is not complete yet."""
         try:
             if is_load:
-                return self._receive_value(task[1], task[2], verify)
+                return self._receive_value(task, verify)
             line = self._receive_line(b"+-:")
             if self.got != len(line) + 2:
                 return End.GARBAGE, 0, b""
@@ -195,9 +202,8 @@ class _Progress:
         self._arm()
         self.got += self.connection.receive_some(self.view[self.got : end])
 
-    def _receive_value(
-        self, expected: bytes | bytearray, payload: memoryview, verify: bool
-    ) -> Result:
+    def _receive_value(self, task: Request, verify: bool) -> Result:
+        expected, payload = task[1], task[2]
         wanted = len(expected)
         head = wanted - HEADER_BYTES
         while not self.is_other and self.got < wanted:
@@ -205,21 +211,24 @@ class _Progress:
             there = min(self.got, head)
             self.is_other = self.first[:there] != expected[:there]
         if self.is_other:
-            return self._receive_other()
+            return self._receive_other(task, verify)
+        self._receive_rest(wanted, payload)
+        header = bytes(self.first[head:wanted])
+        if is_expected(header, expected[head:], len(payload)) and (
+            not verify or _is_undamaged(header, payload)
+        ):
+            return _result(header)
+        return End.MISMATCH, 0, header
+
+    def _receive_rest(self, start: int, into: memoryview) -> None:
+        """Receive a payload that begins at byte `start` of the reply, and the end of the reply."""
         tail = memoryview(self.tail)
-        while (left := wanted + len(payload) + 2 - self.got) > 0:
+        while (left := start + len(into) + 2 - self.got) > 0:
             self._arm()
-            part = payload[2 - left :] if left > 2 else tail[2 - left :]
+            part = into[2 - left :] if left > 2 else tail[2 - left :]
             self.got += self.connection.receive_some(part)
         if self.tail != CRLF:
-            return End.GARBAGE, 0, b""
-        header = bytes(self.first[head:wanted])
-        checksum = int.from_bytes(header[PAYLOAD_CHECKSUM], "little")
-        if is_expected(header, expected[head:]) and (
-            not verify or checksum == xxh3_64_intdigest(payload)
-        ):
-            return header if header[FLAGS_AT] & SEALED else header[STORE_ID]
-        return End.MISMATCH, 0, header
+            raise RedisProtocolError("a value has no end")
 
     def _receive_line(self, kinds: bytes) -> bytes:
         """Receive the first line of a reply, or more. It begins with one of `kinds`."""
@@ -233,8 +242,8 @@ class _Progress:
                 raise RedisProtocolError("a line of a reply has no end")
             self._fill_first(len(self.first))
 
-    def _receive_other(self) -> Result:
-        """Receive a reply that is not the expected value."""
+    def _receive_other(self, task: Request, verify: bool) -> Result:
+        """Receive a reply that does not begin as the expected value."""
         line = self._receive_line(b"-$")
         start = len(line) + 2
         length = parse_length(line) if line[:1] == b"$" else None
@@ -242,10 +251,54 @@ class _Progress:
             kept = min(length, HEADER_BYTES)
             while self.got < start + kept:
                 self._fill_first(start + kept)
-            return End.OTHER_LENGTH, 0, bytes(self.first[start : start + kept])
+            header = bytes(self.first[start : start + kept])
+            if self.stored or self._begin_packed(task, header, start + kept, length - kept):
+                return self._receive_packed(task, header, start + kept, verify)
+            return End.OTHER_LENGTH, 0, header
         if self.got != start:
             return End.GARBAGE, 0, b""
         return (End.LINE, 0, line) if line[:1] == b"-" else (End.NOTHING, 0, b"")
+
+    def _begin_packed(self, task: Request, header: bytes, start: int, stored: int) -> bool:
+        """Whether a value is a packed one that was asked for; some of it may have arrived."""
+        _, expected, payload, _ = task
+        if not SHORT_BYTES < stored < len(payload):
+            return False
+        bare = expected[len(expected) - HEADER_BYTES :]
+        room = _room(task, header)
+        if len(room) < stored or not is_expected(header, bare, stored):
+            return False
+        there = self.got - start
+        room[: min(there, stored)] = self.first[start : start + min(there, stored)]
+        if there > stored + 2:
+            raise RedisProtocolError("a value has no end")
+        end = self.first[start + stored : self.got]
+        self.tail[: len(end)] = end
+        self.stored = stored
+        return True
+
+    def _receive_packed(self, task: Request, header: bytes, start: int, verify: bool) -> Result:
+        room = _room(task, header)[: self.stored]
+        self._receive_rest(start, room)
+        if verify and not _is_undamaged(header, room):
+            return End.MISMATCH, 0, header
+        is_sealed = header[FLAGS_AT] & SEALED
+        if not is_sealed and not unpack(room, stored_form(header)[1], task[2]):
+            return End.MISMATCH, 0, header
+        return _result(header)
+
+
+def _room(task: Request, header: bytes) -> memoryview:
+    """Where stored bytes go that are not the payload; sealed ones are opened by the caller."""
+    return task[2] if header[FLAGS_AT] & SEALED else memoryview(task[3])
+
+
+def _is_undamaged(header: bytes, stored: memoryview) -> bool:
+    return int.from_bytes(header[PAYLOAD_CHECKSUM], "little") == xxh3_64_intdigest(stored)
+
+
+def _result(header: bytes) -> bytes:
+    return header if header[FLAGS_AT] & SEALED else header[STORE_ID]
 
 
 # -------------------------------------------------------------------- failures

@@ -2,7 +2,8 @@
 """What a stripe is packed as, and what is found for it. Pure.
 
 A codec makes the value of a stripe, and judges what a server has under its key. `Plain` stores
-payloads as they are, `Sealed` encrypts them.
+payloads, `Sealed` encrypts them. Both can pack numbers first (`chunks.packing`), where that saves
+enough, and read packed payloads always.
 
 A value counts only if its header is exactly the expected one and its payload has the checksum that
 the header names. A wrong value that is ours beyond doubt, because it has a damaged header with our
@@ -13,12 +14,15 @@ values, one without keys plain ones.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections import deque
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from lmcache_redis.chunks import packing
 from lmcache_redis.chunks.frame import (
     HEADER_BYTES,
     MAGIC,
@@ -27,7 +31,11 @@ from lmcache_redis.chunks.frame import (
     HeaderCheck,
     Verdict,
     add_checksums,
+    mark_packed,
+    parsed_metadata,
+    stored_form,
 )
+from lmcache_redis.chunks.metadata import ENCODED_FORMATS
 from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.resp.bulk import MOST_TASKS, SHORT_BYTES, End, StripeFailure
 from lmcache_redis.seal import Opened, SealKeys
@@ -35,8 +43,9 @@ from lmcache_redis.tiers import ChunkIO, ReadOutcome
 
 # What was found for a stripe: the id of its store if it is good, else what the load ends with.
 Found = ReadOutcome | bytes
-# Sealed stripes in a call: while the next are sealed or opened, the kernel moves these.
-_SEALED_TOGETHER = 4
+# Packed or sealed stripes in a call: while the next are made, the kernel moves these.
+_MADE_TOGETHER = 4
+_NO_ROOM = memoryview(b"")
 _OPENED = {
     Opened.OK: None,
     Opened.UNKNOWN_KEY: ReadOutcome.NOT_OPENED,
@@ -57,23 +66,47 @@ class StripeIO(NamedTuple):
         return cls(stripe_key(chunk.key, index), chunk.frame, index, chunk.slots[index])
 
 
+class Rooms:
+    """Memory for the values of a call, used in turns. It is taken as it is written to."""
+
+    def __init__(self, count: int) -> None:
+        self._rooms = deque([memoryview(b"")] * count)
+
+    def next(self, nbytes: int) -> memoryview:
+        self._rooms.rotate()
+        if len(self._rooms[0]) < nbytes:
+            self._rooms[0] = np.empty(nbytes, np.uint8).data
+        return self._rooms[0][:nbytes]
+
+
 class Codec(ABC):
     """How payloads are stored. Of one thread: it may keep memory for the stripes of a call.
 
-    together: the most stripes of a call. is_packed: what a mover has received is not the payload
-    yet, and `unpack` brings it to its place.
+    packs: whether it packs payloads that it stores. together: the most stripes of a call.
+    is_sealed: what a mover has received is not the payload yet: `unpack` brings it to its place.
     """
 
-    together: ClassVar[int] = MOST_TASKS
-    is_packed: ClassVar[bool]
+    together: int
+    is_sealed: ClassVar[bool]
 
-    def fits(self, frame: ChunkFrame) -> bool:
-        """Whether headers have room for what this codec adds to them."""
-        return True
+    def __init__(self, packs: bool) -> None:
+        self._packs = packs
+        self._packed = Rooms(_MADE_TOGETHER)
+        self._received = Rooms(1)
+
+    def _pack(self, stripe: StripeIO, header: bytearray) -> memoryview:
+        """What is to be stored of a payload, and that in the header."""
+        element_bytes = element_bytes_of(stripe.frame.metadata) if self._packs else 0
+        if element_bytes:
+            room = self._packed.next(stripe.payload.nbytes)
+            if used := packing.pack(stripe.payload, element_bytes, room):
+                mark_packed(header, element_bytes, used)
+                return room[:used]
+        return stripe.payload
 
     @abstractmethod
-    def stored_bytes(self, payload_bytes: int) -> int:
-        """The bytes behind the header of a value."""
+    def room_for(self, stripe: StripeIO) -> memoryview:
+        """Where a mover receives a packed payload, until the next is received."""
 
     @abstractmethod
     def pack(
@@ -89,8 +122,8 @@ class Codec(ABC):
         """Bring the payload to its place, in memory that has what was stored."""
 
     def expected(self, stripe: StripeIO) -> bytes:
-        """The header of a good value, with what readers do not know zero."""
-        return stripe.frame.bare_header(stripe.stripe_index, is_sealed=self.is_packed)
+        """The header of a good plain value, with what readers do not know zero."""
+        return stripe.frame.bare_header(stripe.stripe_index, is_sealed=self.is_sealed)
 
     def judge(self, stripe: StripeIO, failure: StripeFailure) -> Found | None:
         """What a mover found, if that is about the value; None: about server or connection."""
@@ -115,15 +148,20 @@ class Codec(ABC):
         """Judge a whole value that was received apart, and bring its payload to its place."""
         if not isinstance(value, bytes):
             return ReadOutcome.INCOMPLETE
-        header, end = value[:HEADER_BYTES], End.OTHER_LENGTH
-        if len(value) == HEADER_BYTES + self.stored_bytes(stripe.payload.nbytes):
-            end, stripe.payload[:] = End.MISMATCH, value[HEADER_BYTES:]
-            if self.is_packed and self._check(stripe, header).ok:
-                return self.unpack(stripe, header)
-        return self.judge(stripe, (end, 0, header)) or ReadOutcome.FOREIGN
+        header, stored = value[:HEADER_BYTES], memoryview(value)[HEADER_BYTES:]
+        check = self._check(stripe, header)
+        if not check.ok or check.stored_bytes != stored.nbytes:
+            return self.judge(stripe, (End.OTHER_LENGTH, 0, header)) or ReadOutcome.FOREIGN
+        return self._place(stripe, header, check, stored)
+
+    @abstractmethod
+    def _place(
+        self, stripe: StripeIO, header: bytes, check: HeaderCheck, stored: memoryview
+    ) -> Found:
+        """Bring the payload of a value with the expected header to its place."""
 
     def _check(self, stripe: StripeIO, header: bytes) -> HeaderCheck:
-        return stripe.frame.check_header(header, stripe.stripe_index, self.is_packed)
+        return stripe.frame.check_header(header, stripe.stripe_index, self.is_sealed)
 
     @abstractmethod
     def _judge_payload(self, stripe: StripeIO, check: HeaderCheck) -> Found:
@@ -131,48 +169,60 @@ class Codec(ABC):
 
 
 class Plain(Codec):
-    """Payloads as they are."""
+    """Payloads as they are, or packed. A mover unpacks them."""
 
-    is_packed = False
+    is_sealed = False
 
-    def stored_bytes(self, payload_bytes: int) -> int:
-        return payload_bytes
+    def __init__(self, packs: bool = False) -> None:
+        super().__init__(packs)
+        self.together = _MADE_TOGETHER if packs else MOST_TASKS
+
+    def room_for(self, stripe: StripeIO) -> memoryview:
+        return self._received.next(stripe.payload.nbytes)
 
     def pack(
         self, stripe: StripeIO, store_id: bytes, created_unix_ms: int
     ) -> tuple[bytearray, memoryview]:
         header = bytearray(stripe.frame.bare_header(stripe.stripe_index, store_id, created_unix_ms))
-        return _hashed(header, stripe.payload)
+        return _hashed(header, self._pack(stripe, header))
 
     def unpack(self, stripe: StripeIO, header: bytes) -> Found:
         return header[STORE_ID]
 
+    def _place(
+        self, stripe: StripeIO, header: bytes, check: HeaderCheck, stored: memoryview
+    ) -> Found:
+        if xxh3_64_intdigest(stored) != check.checksum:
+            return ReadOutcome.CORRUPT
+        if not check.element_bytes:
+            stripe.payload[:] = stored
+        elif not packing.unpack(stored, check.element_bytes, stripe.payload):
+            return ReadOutcome.CORRUPT
+        return check.store_id
+
     def _judge_payload(self, stripe: StripeIO, check: HeaderCheck) -> Found:
-        # The native extension cannot hash short payloads.
-        if xxh3_64_intdigest(stripe.payload) == check.checksum:
-            return check.store_id
-        return ReadOutcome.CORRUPT
+        # The native extension cannot hash short payloads. None of those is packed.
+        is_good = not check.element_bytes and xxh3_64_intdigest(stripe.payload) == check.checksum
+        return check.store_id if is_good else ReadOutcome.CORRUPT
 
 
 class Sealed(Codec):
     """Payloads that are encrypted: into memory of this codec, right before they are sent.
 
-    A payload is opened in its slot, by the thread that received it. Meanwhile the kernel moves
-    others.
+    A payload is opened in its slot, and then unpacked, by the thread that received it. Meanwhile
+    the kernel moves others.
     """
 
-    together = _SEALED_TOGETHER
-    is_packed = True
+    together = _MADE_TOGETHER
+    is_sealed = True
 
-    def __init__(self, keys: SealKeys) -> None:
+    def __init__(self, keys: SealKeys, packs: bool = False) -> None:
+        super().__init__(packs)
         self._keys = keys
-        self._rooms = deque([bytearray()] * _SEALED_TOGETHER)
+        self._sealed = Rooms(_MADE_TOGETHER)
 
-    def fits(self, frame: ChunkFrame) -> bool:
-        return frame.has_room_for_seal
-
-    def stored_bytes(self, payload_bytes: int) -> int:
-        return payload_bytes
+    def room_for(self, stripe: StripeIO) -> memoryview:
+        return _NO_ROOM
 
     def pack(
         self, stripe: StripeIO, store_id: bytes, created_unix_ms: int
@@ -180,24 +230,47 @@ class Sealed(Codec):
         header = bytearray(
             stripe.frame.bare_header(stripe.stripe_index, store_id, created_unix_ms, True)
         )
-        self._rooms.rotate()
-        if len(self._rooms[0]) < stripe.payload.nbytes:
-            self._rooms[0] = bytearray(stripe.payload.nbytes)
-        room = memoryview(self._rooms[0])
-        return _hashed(header, self._keys.seal(stripe.key, header, stripe.payload, room))
+        stored = self._pack(stripe, header)
+        room = self._sealed.next(stripe.payload.nbytes)
+        return _hashed(header, self._keys.seal(stripe.key, header, stored, room))
 
     def unpack(self, stripe: StripeIO, header: bytes) -> Found:
-        outcome = _OPENED[self._keys.open(stripe.key, header, stripe.payload)]
+        stored_bytes, element_bytes = stored_form(header)
+        stored = stripe.payload[:stored_bytes]
+        outcome = _OPENED[self._keys.open(stripe.key, header, stored)]
+        if outcome is None and element_bytes:
+            room = self._received.next(stored_bytes)
+            room[:] = stored
+            if not packing.unpack(room, element_bytes, stripe.payload):
+                outcome = ReadOutcome.CORRUPT
         return outcome or header[STORE_ID]
+
+    def _place(
+        self, stripe: StripeIO, header: bytes, check: HeaderCheck, stored: memoryview
+    ) -> Found:
+        stripe.payload[: stored.nbytes] = stored
+        return self.unpack(stripe, header)
 
     def _judge_payload(self, stripe: StripeIO, check: HeaderCheck) -> Found:
         # Its tag was not even looked at: the checksum of the ciphertext says that it is damaged.
         return ReadOutcome.CORRUPT
 
 
-def codec_of(keys: SealKeys | None) -> Codec:
+def codec_of(keys: SealKeys | None, packs: bool = False) -> Codec:
     """That of a plane whose values are sealed with these keys, or with none."""
-    return Plain() if keys is None else Sealed(keys)
+    return Plain(packs) if keys is None else Sealed(keys, packs)
+
+
+@functools.lru_cache(maxsize=1024)
+def element_bytes_of(metadata: bytes) -> int:
+    """The bytes of each number of a chunk; 0: they differ, or have no exponents.
+
+    Pages that are stored as bytes mostly have numbers of two: a sample says whether that is so.
+    """
+    described = parsed_metadata(metadata)
+    sizes = packing.ELEMENT_BYTES | {"uint8": 2}
+    found = {sizes.get(name, 0) for name in described.dtype_names}
+    return found.pop() if len(found) == 1 and described.fmt not in ENCODED_FORMATS else 0
 
 
 def _hashed(header: bytearray, stored: memoryview) -> tuple[bytearray, memoryview]:

@@ -36,8 +36,8 @@ from lmcache_redis.resp.bulk import (
     Handle,
     MoveCall,
     Moved,
-    Packed,
     PythonMover,
+    Request,
     StripeFailure,
     error_in,
 )
@@ -52,7 +52,7 @@ from lmcache_redis.tiers import CallOutcome
 _WIDEN_AGAIN_S = 1.0
 # What an idle lane has.
 _NO_TASK: StripeTask = (None, 0)
-_NOTHING_PACKED: Packed = (b"", b"", memoryview(b""), b"")
+_NO_REQUEST: Request = (b"", b"", memoryview(b""), b"")
 
 
 class NativeMover:
@@ -81,12 +81,12 @@ class Lane:
     connection: Connection
     handle: Handle
     task: StripeTask = _NO_TASK
-    packed: Packed = _NOTHING_PACKED
+    request: Request = _NO_REQUEST
     until: float = 0.0
 
     def rest(self) -> None:
         """Nothing is in flight: its stripe and the memory of it are let go."""
-        self.task, self.packed = _NO_TASK, _NOTHING_PACKED
+        self.task, self.request = _NO_TASK, _NO_REQUEST
 
 
 class BulkWorker:
@@ -163,20 +163,20 @@ class BulkWorker:
         if not self._busy and not begun:
             return
         try:
-            packed = [self._transfers.pack(task) for task in begun]
+            requests = [self._transfers.pack(task) for task in begun]
             lanes = [*self._busy, *idle]
             now = time.monotonic()
             deadlines = [lane.task[0].deadline for lane in lanes[: len(self._busy)]]
             deadlines += [task[0].deadline for task in begun]
             call = MoveCall(
                 [lane.handle for lane in lanes],
-                [lane.packed for lane in self._busy] + packed,
+                [lane.request for lane in self._busy] + requests,
                 len(self._busy),
                 self._is_sending,
                 not len(self._queue) or not (begun or self._is_sending),
                 min([now + SLICE_S, *deadlines]),
-                # What is packed is verified as it is unpacked.
-                self._server.options.verify_checksums and not self._transfers.codec.is_packed,
+                # What is sealed is verified as it is opened.
+                self._server.options.verify_checksums and not self._transfers.codec.is_sealed,
                 QUIET_MS if len(begun) < len(idle) else int(SLICE_S * 1e3),
             )
             moved = self._mover.move(call, self._transfers.is_load)
@@ -186,7 +186,7 @@ class BulkWorker:
             self._jobs.stop(jobs, CallOutcome.UNAVAILABLE)
             self._jobs.release(jobs)
             raise
-        self._account(lanes, begun, packed, moved, now)
+        self._account(lanes, begun, requests, moved, now)
 
     def _begin_next(self) -> list[StripeTask]:
         """Stripes that waited, and are in flight now."""
@@ -194,7 +194,7 @@ class BulkWorker:
         refusal = self._transfers.refusal
         while refusal is not None and (tasks := self._queue.take_some(MOST_TASKS)):
             self._jobs.stop([task[0] for task in tasks], refusal)
-        if self._is_sending and self._transfers.codec.is_packed:
+        if self._is_sending and most < MOST_TASKS:
             most = 0  # the memory of one that was packed and sent in part is still needed
         return self._jobs.begin_all(self._queue.take_some(most))
 
@@ -202,16 +202,16 @@ class BulkWorker:
         self,
         lanes: Sequence[Lane],
         begun: Sequence[StripeTask],
-        packed: Sequence[Packed],
+        requests: Sequence[Request],
         moved: Moved,
         now: float,
     ) -> None:
         """Process what was sent, what ended, and what was not sent."""
         in_flight = [(lane, lane.task) for lane in self._busy]
         until = now + self._server.options.op_timeout_s
-        for number, task, some in zip(moved.lanes, begun, packed, strict=False):
+        for number, task, some in zip(moved.lanes, begun, requests, strict=False):
             lane = lanes[number]
-            lane.task, lane.packed, lane.until = task, some, until
+            lane.task, lane.request, lane.until = task, some, until
             in_flight.append((lane, task))
         left = begun[len(moved.lanes) :]
         if left:

@@ -75,7 +75,8 @@ class RedisOptions:
     of operations shorten it. probe_interval_s: between two probes of a server that is down.
     heartbeat_s: between two PINGs to a server that is up. ttl_s: seconds until a stored chunk
     expires (0: never), with ttl_refresh counted from its last load. seal_keys: values are sealed
-    with the first, and only sealed values are loaded. verify_checksums: False loads damaged values
+    with the first, and only sealed values are loaded. compress: "lossless" packs payloads that are
+    stored, see `codecs`. verify_checksums: False loads damaged values
     as good; only to measure the cost of checksums. Raises ConfigError for impossible values;
     `check_url` checks the URL.
     """
@@ -97,6 +98,7 @@ class RedisOptions:
     ttl_s: int = 0
     ttl_refresh: bool = False
     seal_keys: SealKeys | None = field(default=None, repr=False)
+    compress: str = "off"
     verify_checksums: bool = True
 
     @staticmethod
@@ -115,6 +117,7 @@ class RedisOptions:
             None if provider is None else load_provider(provider),
             settings.redis_sentinel_password,
             seal_keys=read_seal_keys(settings.seal_key_file),
+            compress=settings.compress,
             **more,
         )
 

@@ -32,7 +32,6 @@ from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.chunks.names import claim_key, is_claim_key, stripe_key
 from lmcache_redis.errors import RedisError
 from lmcache_redis.resp.adding import add_each
-from lmcache_redis.resp.codecs import codec_of
 from lmcache_redis.resp.control import (
     Steps,
     ask_each,
@@ -212,11 +211,6 @@ class RedisPlane:
         Slots must not change until `done`.
         """
         self._check(chunks, writable=False)
-        fits = codec_of(self.options.seal_keys).fits
-        for chunk in chunks:
-            if not fits(chunk.frame):
-                self._jobs.post(partial(done, chunk, WriteOutcome.NO_ROOM_FOR_SEAL))
-        chunks = [chunk for chunk in chunks if fits(chunk.frame)]
 
         def put(node: DataNode, tasks: Sequence[StripeTask]) -> None:
             # Stripe 0 follows the others, unless it is the only one.
@@ -412,7 +406,7 @@ class RedisPlane:
     ) -> None:
         """UNLINK every key that begins with one of the prefixes, in small steps, after scans.
 
-        Raises ValueError unless they are those of our keys (user prefix + b"lmcr1:" ...).
+        Raises ValueError unless they are those of our keys (user prefix + b"lmcr2:" ...).
         """
         for prefix in key_prefixes:
             if KEY_MAGIC not in prefix:

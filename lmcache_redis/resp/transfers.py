@@ -36,7 +36,7 @@ from lmcache_redis.errors import (
     RedisUnavailable,
     RedisWriteRefused,
 )
-from lmcache_redis.resp.bulk import Packed, StripeFailure
+from lmcache_redis.resp.bulk import Request, StripeFailure
 from lmcache_redis.resp.codecs import Found, StripeIO, codec_of
 from lmcache_redis.resp.health import DataServer, stop_for
 from lmcache_redis.resp.jobs import ChunkJob, StripeTask
@@ -52,7 +52,7 @@ from lmcache_redis.tiers import (
     WriteOutcome,
 )
 
-# Stripes, each with what a mover says of it: its store id, or its header if it is packed.
+# Stripes, each with what a mover says of it: its store id, or its header if it is sealed.
 Results = Sequence[tuple[StripeTask, bytes]]
 _UNANSWERED = (ReadOutcome.TIMED_OUT, ReadOutcome.UNAVAILABLE, ReadOutcome.CANCELLED)
 
@@ -87,9 +87,9 @@ class Read(ChunkJob[ReadOutcome]):
 
 
 class Write(ChunkJob[WriteOutcome]):
-    """One chunk being written. nodes: the node of each stripe."""
+    """One chunk being written. nodes: the node of each stripe. stored: the bytes of each."""
 
-    __slots__ = ("created_unix_ms", "store_id")
+    __slots__ = ("created_unix_ms", "store_id", "stored")
     good = WriteOutcome.STORED
     operation = Operation.STORE
 
@@ -99,12 +99,17 @@ class Write(ChunkJob[WriteOutcome]):
         super().__init__(chunk, done)
         self.store_id = store_id
         self.created_unix_ms = created_unix_ms
+        self.stored = [0] * chunk.frame.stripe_count
 
     def ended(self, index: int, found: bytes) -> bool:
         """Under the lock: a stripe is stored. Whether it is the turn of stripe 0."""
         self.in_flight -= 1
         self.advance()
         return self.steps_left == 1 and self.outcome is None
+
+    def answer(self, outcome: WriteOutcome) -> None:
+        self.chunk.stored_bytes = sum(self.stored)
+        super().answer(outcome)
 
     def put_first(self) -> None:
         """Queue stripe 0, which makes the chunk visible."""
@@ -123,7 +128,8 @@ class Transfers(ABC):
     may_widen = True
 
     def __init__(self, server: DataServer) -> None:
-        self.codec = codec_of(server.options.seal_keys)
+        packs = not self.is_load and server.options.compress == "lossless"
+        self.codec = codec_of(server.options.seal_keys, packs)
         self._server = server
         self._options = server.options
 
@@ -132,7 +138,7 @@ class Transfers(ABC):
         return self.operation is Operation.LOAD
 
     @abstractmethod
-    def pack(self, task: StripeTask) -> Packed:
+    def pack(self, task: StripeTask) -> Request:
         """What a mover needs to move a stripe."""
 
     @property
@@ -169,18 +175,18 @@ class Gets(Transfers):
 
     operation = Operation.LOAD
 
-    def pack(self, task: StripeTask) -> Packed:
+    def pack(self, task: StripeTask) -> Request:
         job, index = task
         # A server that takes no writes takes no GETEX either.
         refreshes = self._options.ttl_refresh and job.chunk.is_asked_for
         ttl_s = self._options.ttl_s if refreshes and self._server.refusal is None else 0
         stripe = StripeIO.of(job.chunk, index)
-        nbytes = HEADER_BYTES + self.codec.stored_bytes(stripe.payload.nbytes)
-        expected = value_head(nbytes) + self.codec.expected(stripe)
-        return get_command(stripe.key, ttl_s), expected, stripe.payload, b""
+        expected = value_head(HEADER_BYTES + stripe.payload.nbytes) + self.codec.expected(stripe)
+        room = self.codec.room_for(stripe)
+        return get_command(stripe.key, ttl_s), expected, stripe.payload, room
 
     def unpacked(self, done: Results) -> Iterator[Sequence[tuple[StripeTask, Found]]]:
-        if not self.codec.is_packed:
+        if not self.codec.is_sealed:
             yield from super().unpacked(done)
             return
         # The headers are the expected ones.
@@ -216,10 +222,11 @@ class Sets(Transfers):
         self._acknowledged: set[Write] = set()
         self._loss: CallOutcome | None = None
 
-    def pack(self, task: StripeTask) -> Packed:
+    def pack(self, task: StripeTask) -> Request:
         job, index = task
         stripe = StripeIO.of(job.chunk, index)
         header, stored = self.codec.pack(stripe, job.store_id, job.created_unix_ms)
+        job.stored[index] = stored.nbytes
         ttl_s = self._options.ttl_s
         prefix = set_prefix(stripe.key, HEADER_BYTES + stored.nbytes, ttl_s)
         return prefix, header, stored, end_of_command(ttl_s)

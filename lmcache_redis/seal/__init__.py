@@ -3,7 +3,7 @@
 
 The seal is the last 48 bytes of a stripe's header:
 
-    464   8s  key id        472  24s  nonce        496  16s  tag
+    592   8s  key id        600  24s  nonce        624  16s  tag
 
 The nonce is drawn by the operating system for every encryption: also when a stripe is sent again.
 Associated data are the header, with both checksums and the tag zero, and the whole Redis key. So a
@@ -68,7 +68,7 @@ class SealKeys:
             ) from error
         self._ciphers: dict[bytes, Xaes256Gcm] = {_id_of(key): Xaes256Gcm(key) for key in keys}
         self.ids = tuple(self._ciphers)
-        self.tenants = sha256(b"lmcr1.seal.tenants" + keys[0]).digest()
+        self.tenants = sha256(b"lmcr2.seal.tenants" + keys[0]).digest()
 
     def __repr__(self) -> str:
         return f"SealKeys({', '.join(key_id.hex() for key_id in self.ids)})"
@@ -102,7 +102,7 @@ def read_seal_keys(path: str | None) -> SealKeys | None:
 
 
 def _id_of(key: bytes) -> bytes:
-    return sha256(b"lmcr1.seal.key-id" + key).digest()[:SEAL_KEY_ID_BYTES]
+    return sha256(b"lmcr2.seal.key-id" + key).digest()[:SEAL_KEY_ID_BYTES]
 
 
 def _private_text(path: str) -> str:

@@ -94,7 +94,7 @@ def test_probes_expire_by_themselves(
         measure_bandwidth(server, server.nodes[0], b"p:")
     keys = client.keys("*")
     assert len(keys) == doctor.STRIPES
-    assert all(key.startswith(b"p:lmcr1:doctor:") for key in keys)
+    assert all(key.startswith(b"p:lmcr2:doctor:") for key in keys)
     assert all(0 < client.ttl(key) <= doctor.EXPIRES_S for key in keys)
 
 
@@ -113,7 +113,7 @@ def test_probes_are_on_the_node_that_is_measured() -> None:
 
 
 def test_rights_of_an_agent_are_enough(own_server: RedisServer) -> None:
-    documented_url(own_server, "agent", "~p:lmcr1:*")
+    documented_url(own_server, "agent", "~p:lmcr2:*")
     options = RedisOptions(own_server.unix_url, b"p:", username="agent", password=PASSWORD)
     with open_server(options) as server:
         measured = measure_bandwidth(server, server.nodes[0], b"p:")

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.admin.inspect import ChunkReport, ChunkVerdict, explain, summarise
 from lmcache_redis.admin.purge import Selection, choose
 from lmcache_redis.admin.report import as_json, chunk_lines, summary_lines
 from lmcache_redis.admin.server import PrimaryServers, open_server
 from lmcache_redis.agent.registering import form_of
-from lmcache_redis.chunks.frame import HEADER_BYTES
+from lmcache_redis.chunks.frame import HEADER_BYTES, SEAL_AT, add_checksums, mark_packed
+from lmcache_redis.chunks.packing import pack
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import ConfigError
@@ -21,6 +23,7 @@ from lmcache_redis.resp import RedisOptions
 from lmcache_redis.seal import SealKeys
 from lmcache_redis.units import printable
 from tests.admin.cache import STORED_UNIX_MS, Cached, age, everything
+from tests.fuzz.packed import elements_with
 from tests.servers import RedisServer
 
 CHUNK = Cached(3, rank=1)
@@ -74,7 +77,7 @@ def put(index: int, value: bytes) -> Callable[[Any], None]:
         (remove(0, 1), ChunkVerdict.INVISIBLE, "1 of 3 present"),
         (remove(0, 1, 2), ChunkVerdict.ABSENT, "0 present"),
         (put(1, Cached(3, rank=1, store=9).value(1)), ChunkVerdict.TORN, "3 of 3 present"),
-        (put(2, CHUNK.value(2)[:-1]), ChunkVerdict.BROKEN, "611 bytes where its header says 612"),
+        (put(2, CHUNK.value(2)[:-1]), ChunkVerdict.BROKEN, "739 bytes where its header says 740"),
         (put(0, b"x"), ChunkVerdict.BROKEN, "stripe 0: the header of a stripe was expected"),
         (
             put(1, Cached(4).value(1)),
@@ -130,6 +133,28 @@ def test_verify_finds_a_flipped_bit(server: PrimaryServers, client: Any) -> None
     assert "its payload's checksum is" in "\n".join(chunk_lines(report))
 
 
+@pytest.mark.parametrize("keys", [None, SealKeys([b"k" * 32])], ids=["plain", "sealed"])
+def test_verify_unpacks(server: PrimaryServers, client: Any, keys: SealKeys | None) -> None:
+    chunk = Cached(3, sealed_with=keys)
+    chunk.put(client)
+    room = bytearray(4096)
+    stored = room[: pack(elements_with([112] * 2048, 2), 2, room)]
+    for good in (True, False):
+        header = bytearray(chunk.value(1)[:HEADER_BYTES])
+        payload = memoryview(stored if good else stored[:-1])
+        mark_packed(header, 2, len(payload))
+        header[56:64] = header[168:176] = bytes(8)
+        header[SEAL_AT:] = bytes(HEADER_BYTES - SEAL_AT)
+        if keys is not None:
+            payload = keys.seal(chunk.keys[1], header, payload, memoryview(bytearray(4096)))
+        add_checksums(header, xxh3_64_intdigest(payload))
+        client.set(chunk.keys[1], bytes(header) + bytes(payload))
+        assert report_on(server, chunk.keys[1]).verdict is ChunkVerdict.COMPLETE
+        report = report_on(server, chunk.keys[1], verify=True, keys=keys)
+        assert report.verdict is (ChunkVerdict.COMPLETE if good else ChunkVerdict.BROKEN)
+        assert ("cannot be unpacked" in "\n".join(chunk_lines(report))) is not good
+
+
 def test_a_sealed_chunk(server: PrimaryServers, client: Any) -> None:
     keys, others = SealKeys([b"k" * 32]), SealKeys([b"o" * 32])
     chunk = Cached(3, sealed_with=keys)
@@ -172,7 +197,7 @@ def test_a_plain_chunk_where_keys_are_given(server: PrimaryServers, client: Any)
     assert "not sealed: agents with seal keys count a miss" in "\n".join(chunk_lines(report))
 
 
-@pytest.mark.parametrize("key", [b"foo\x1b[2J", b"", b"lmcr1:", Cached(1, prefix=b"x:").keys[0]])
+@pytest.mark.parametrize("key", [b"foo\x1b[2J", b"", b"lmcr2:", Cached(1, prefix=b"x:").keys[0]])
 def test_a_key_that_names_no_chunk(server: PrimaryServers, key: bytes) -> None:
     with pytest.raises(ConfigError, match="neither a stripe nor a chunk") as caught:
         explain(server, key, b"", False)
@@ -203,7 +228,7 @@ def test_a_summary(server: PrimaryServers, client: Any, redis_server: RedisServe
     Cached(1, layout="second", stripe_count=1).put(client)
     client.delete(Cached(0).keys[0])
     client.delete(Cached(1).keys[1], Cached(1).keys[2])
-    client.set("lmcr1:x", "y")
+    client.set("lmcr2:x", "y")
     before = everything(redis_server)
     age(client, Cached(2).keys[0], 5000)
     for everything_asked in (False, True):
@@ -222,7 +247,7 @@ def test_a_summary(server: PrimaryServers, client: Any, redis_server: RedisServe
         assert summary.survey.whole
     assert everything(redis_server) == before
     text = "\n".join(summary_lines(summary))
-    assert '1 key named like ours but naming no chunk, such as "lmcr1:x"' in text
+    assert '1 key named like ours but naming no chunk, such as "lmcr2:x"' in text
 
 
 def test_a_summary_verified(server: PrimaryServers, client: Any) -> None:

@@ -17,8 +17,8 @@ from lmcache_redis.admin.names import (
 from lmcache_redis.errors import ConfigError, FormatError
 from tests.admin.cache import Cached
 
-KEY = b'lmcr1:\x00\x01 "quoted" \\ \r\n\t\a\b\xff\xc3\xa4 end'
-CLI = r'"lmcr1:\x00\x01 \"quoted\" \\ \r\n\t\a\b\xff\xc3\xa4 end"'
+KEY = b'lmcr2:\x00\x01 "quoted" \\ \r\n\t\a\b\xff\xc3\xa4 end'
+CLI = r'"lmcr2:\x00\x01 \"quoted\" \\ \r\n\t\a\b\xff\xc3\xa4 end"'
 
 
 def test_a_key_is_shown_as_redis_cli_does() -> None:
@@ -35,7 +35,7 @@ def test_a_key_is_read_as_people_have_it(text: str) -> None:
 
 
 def test_text_that_is_not_escaped_stands_for_itself() -> None:
-    assert read_key("lmcr1:ä") == "lmcr1:ä".encode()
+    assert read_key("lmcr2:ä") == "lmcr2:ä".encode()
 
 
 @given(st.binary(min_size=1, max_size=80))
@@ -43,7 +43,7 @@ def test_what_is_shown_is_read_back(key: bytes) -> None:
     assert read_key(show_key(key)) == key
 
 
-@pytest.mark.parametrize("prefix", [b"", b"ours:", b"lmcr1:"])
+@pytest.mark.parametrize("prefix", [b"", b"ours:", b"lmcr2:"])
 @pytest.mark.parametrize("raw", [False, True])
 def test_a_name_is_that_of_the_chunk(prefix: bytes, raw: bool) -> None:
     chunk = Cached(7, rank=1, prefix=prefix, raw_namespace=raw)
@@ -53,7 +53,7 @@ def test_a_name_is_that_of_the_chunk(prefix: bytes, raw: bool) -> None:
     assert chunk.name.layout == chunk.fingerprint.hex()[: 32 if raw else 16]
 
 
-@pytest.mark.parametrize("key", [b"", b"foo", b"lmcr1:", b"lmcr1:doctor:abc:1", b"lmcr2:" + KEY])
+@pytest.mark.parametrize("key", [b"", b"foo", b"lmcr2:", b"lmcr2:doctor:abc:1", b"lmcr1:" + KEY])
 def test_a_key_that_names_nothing(key: bytes) -> None:
     with pytest.raises(FormatError):
         parse_name(key, b"")
@@ -66,7 +66,7 @@ def test_a_key_of_another_prefix() -> None:
 
 @given(st.binary(max_size=120))
 def test_any_key_has_one_name_or_none(tail: bytes) -> None:
-    key = b"lmcr1:" + tail
+    key = b"lmcr2:" + tail
     try:
         name, index = parse_name(key, b"")
     except FormatError:

@@ -91,7 +91,7 @@ def test_a_scan_without_end(
 
     def scan(words: list[bytes]) -> bytes:
         keys = [b"else%d" % next(numbers)] * 99
-        keys += [b"lmcr1:other%d" % next(numbers) for _ in range(100)]
+        keys += [b"lmcr2:other%d" % next(numbers) for _ in range(100)]
         return b"*2\r\n$1\r\n7\r\n*%d\r\n" % len(keys) + b"".join(
             b"$%d\r\n%b\r\n" % (len(key), key) for key in keys
         )

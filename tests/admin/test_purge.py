@@ -169,11 +169,11 @@ def test_under_doubt_nothing_is_removed(
     client.set(foreign[5].keys[0], bytes(damaged))
     client.lpush(foreign[6].keys[0], "a list")
     whole = Cached(1)
-    for key in (b"lmcr1", b"lmcr1:", b"lmcr1:x", b"lmcr1X", b"Lmcr1:", b"lmcr2:", b"xlmcr1:"):
+    for key in (b"lmcr2", b"lmcr2:", b"lmcr2:x", b"lmcr2X", b"Lmcr2:", b"lmcr1:", b"xlmcr2:"):
         client.set(key, whole.value(0))
     client.set(whole.keys[0] + b"\0", whole.value(0))
     client.set(whole.keys[0][:-1], whole.value(0))
-    client.hset("lmcr1:a hash", "field", "value")
+    client.hset("lmcr2:a hash", "field", "value")
     before = everything(redis_server)
     whole.put(client)
     result = purge(server, ALL)

@@ -131,21 +131,21 @@ class TestWhatIsRefused:
         assert [each.severity for each in tried(options)] == [Severity.OK]
 
     def test_keys(self, options: RedisOptions) -> None:
-        self.user("~lmcr1:*", "+@all")
+        self.user("~lmcr2:*", "+@all")
         (found,) = tried(options, Use.TTL_REFRESH)
         assert found.severity is Severity.CRITICAL
         assert found.seen == (
-            "the keys a\\*b:lmcr1:* are refused to some, for SET, GET, EXISTS, TOUCH, GETRANGE, "
+            "the keys a\\*b:lmcr2:* are refused to some, for SET, GET, EXISTS, TOUCH, GETRANGE, "
             "EXPIRE, GETEX, UNLINK"
         )
-        assert found.change == ("ACL SETUSER some ~a\\*b:lmcr1:*",)
-        self.user("~a\\*b:lmcr1:*", "+@all")
+        assert found.change == ("ACL SETUSER some ~a\\*b:lmcr2:*",)
+        self.user("~a\\*b:lmcr2:*", "+@all")
         assert [each.severity for each in tried(options)] == [Severity.OK]
 
     def test_keys_and_commands(self, options: RedisOptions) -> None:
-        self.user("~lmcr1:*", "+@all", "-get")
+        self.user("~lmcr2:*", "+@all", "-get")
         changes = [each.change for each in tried(options)]
-        assert changes == [("ACL SETUSER some +get",), ("ACL SETUSER some ~a\\*b:lmcr1:*",)]
+        assert changes == [("ACL SETUSER some +get",), ("ACL SETUSER some ~a\\*b:lmcr2:*",)]
 
     @pytest.mark.parametrize("db", [0, 2])
     def test_channels(self, options: RedisOptions, db: int) -> None:

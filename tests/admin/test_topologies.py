@@ -99,35 +99,39 @@ def test_redirections_are_followed(
         pytest.skip(f"there is no {name} here")
     (tmp_path / "redis-server").symlink_to(executable)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    chunk = Cached(1, stripe_count=12)
+    chunks = [Cached(number, stripe_count=3) for number in range(24)]
     with ExitStack() as stack:
         own = Cluster(tmp_path, stack)
-        put(own, chunk)
+        for chunk in chunks:
+            put(own, chunk)
         with open_server(RedisOptions(own.url)) as server:
             source, target = own.nodes[0], own.add_node()  # no tool has heard of it
-            moved, asked = [key for key in chunk.keys if own.node_of(key) is source][:2]
+            moved, asked = [
+                chunk.keys[0] for chunk in chunks if own.node_of(chunk.keys[0]) is source
+            ][:2]
+            keys = [key for chunk in chunks for key in chunk.keys]
             own.move(slot_of(moved), source, target)
             own.begin_move(slot_of(asked), source, target)
             own.move_keys(slot_of(asked), source, target, 10)
-            assert list(server.ask_each(chunk.keys, lambda key: [("EXISTS", key)])) == [[1]] * 12
-            report = explain(server, chunk.keys[0], b"", True)
-            assert report.verdict is ChunkVerdict.COMPLETE
+            assert list(server.ask_each(keys, lambda key: [("EXISTS", key)])) == [[1]] * 72
+            for key in (moved, asked):
+                assert explain(server, key, b"", True).verdict is ChunkVerdict.COMPLETE
             result = PurgeResult()
             remove(server, choose(server, b"", Selection(everything=True)), 1e6, result)
         # No SCAN met what a server has that the tools had not heard of.
-        assert (result.chunks, result.stripes, result.left) == (1, 10, {})
+        assert (result.chunks, result.stripes, result.left) == (22, 66, {})
 
 
 def test_an_unserved_slot_and_nodes_that_hang_or_have_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmcache_redis.admin.server.OP_TIMEOUT_S", 0.3)
-    chunk = Cached(1, stripe_count=30)
+    names = [Cached(number, stripe_count=1).keys[0] for number in range(30)]
     with ExitStack() as stack:
         own = Cluster(tmp_path, stack)
         first, hanging = own.nodes[0], own.nodes[2]
-        keys = [key for key in chunk.keys if own.node_of(key) is hanging]
-        served = next(key for key in chunk.keys if own.node_of(key) is first)
+        keys = [key for key in names if own.node_of(key) is hanging]
+        served = next(key for key in names if own.node_of(key) is first)
         first.command("CLUSTER", "DELSLOTS", slot_of(served))
         with open_server(RedisOptions(own.url)) as server:
             with pytest.raises(RedisUnavailable, match="has the slot of this key"):

@@ -151,7 +151,7 @@ def test_a_chunk_has_one_name_in_redis_and_on_disk(
         agent.terminate()
     names = names_on_disk(tmp_path / "disk")
     assert len(names) == CHUNKS
-    assert all(name.startswith(b"site:lmcr1:" + layout.hex()[:16].encode()) for name in names)
+    assert all(name.startswith(b"site:lmcr2:" + layout.hex()[:16].encode()) for name in names)
     assert names == names_in_redis(redis_server)
     with contextlib.closing(
         ChunkBackend([on_disk(tmp_path / "disk", LIMIT_BYTES, layout=layout, key_prefix=b"site:")])

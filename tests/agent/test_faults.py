@@ -17,6 +17,7 @@ import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
+from lmcache_redis.chunks.keys import hash_tag
 from lmcache_redis.client import worker as client_worker
 from tests.agent.test_embedded import is_another
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
@@ -130,7 +131,7 @@ def test_half_a_chunk_was_evicted(
     agent: AgentServer, stored: Engine, redis_server: RedisServer
 ) -> None:
     stripes = keys_of(redis_server)
-    last_chunk = [key for key in stripes if HASHES[7] in key]
+    last_chunk = [key for key in stripes if hash_tag(HASHES[7]) in key]
     assert len(last_chunk) > 1
     with redis_server.client() as client:
         client.delete(last_chunk[-1])
@@ -145,7 +146,7 @@ def test_half_a_chunk_was_evicted(
 def test_a_damaged_value_is_a_miss(
     agent: AgentServer, stored: Engine, redis_server: RedisServer, where: str
 ) -> None:
-    stripe = next(key for key in keys_of(redis_server) if HASHES[3] in key)
+    stripe = next(key for key in keys_of(redis_server) if hash_tag(HASHES[3]) in key)
     with redis_server.client() as client:
         value = bytearray(client.get(stripe))
         if where == "header":

@@ -22,6 +22,7 @@ from lmcache_redis.agent.reports.explaining import Explanations
 from lmcache_redis.agent.sessions import PastLookup, RequestHistory
 from lmcache_redis.cache.pacing import Bet
 from lmcache_redis.cache.pool import Arena
+from lmcache_redis.chunks.keys import hash_tag
 from lmcache_redis.chunks.names import parse_stripe_key
 from lmcache_redis.client.control import ControlClient
 from lmcache_redis.config import AgentConfig
@@ -276,12 +277,12 @@ def test_layouts_are_described_in_redis(redis_server: RedisServer) -> None:
         run_until(agent.loop, lambda: len(read_all(agent)) == 2)
         assert read_all(agent) == {each.fingerprint(64): each.canonical(64) for each in (one, two)}
     with redis_server.client() as client:
-        (key,) = (k for k in stripe_keys(client) if one.fingerprint(64) in k)
+        (key,) = (k for k in stripe_keys(client) if hash_tag(one.fingerprint(64)) in k)
         _, name, index = parse_stripe_key(key, b"p:")
         assert (name.model_name, name.kv_rank, index) == ("org/model", 7, 0)
         assert parse_name(key, b"p:")[0].layout == "(descriptions)"  # in `inspect`
         # The value of another layout under its key.
-        (other, *_) = (k for k in stripe_keys(client) if two.fingerprint(64) in k)
+        (other, *_) = (k for k in stripe_keys(client) if hash_tag(two.fingerprint(64)) in k)
         client.set(key, client.get(other))
     with agent_at(redis_server.unix_url, key_prefix=b"p:") as agent:
         assert [*read_all(agent)] == [two.fingerprint(64)]

@@ -190,7 +190,7 @@ def test_accounts_end_with_the_chunks(ttl_s: int, period_s: int) -> None:
     assert account_ttl_s == period_s * (BUCKETS + 1) // BUCKETS
     assert [*amounts] == keys[:1]
     assert len({*keys}) == BUCKETS + 1
-    assert all(key.startswith(b"p:lmcr1:tenant:") and b"team" not in key for key in keys)
+    assert all(key.startswith(b"p:lmcr2:tenant:") and b"team" not in key for key in keys)
 
 
 def test_a_salt_a_request_does_not_grow_without_bound() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_redis.chunks.keys import hash_tag
+from lmcache_redis.chunks.names import parse_stripe_key
 from tests.agent.test_watching import HASHES, NAMES, Watcher, watched
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer, stripe_keys
@@ -41,7 +43,7 @@ def stored(engine: Engine, server: RedisServer) -> Watcher:
 
 
 def keys_of(server: RedisServer, name: bytes) -> list[bytes]:
-    return [key for key in stripe_keys(server.client()) if name in key]
+    return [key for key in stripe_keys(server.client()) if hash_tag(name) in key]
 
 
 def test_expired_and_deleted_chunks_are_told(agent: AgentServer, server: RedisServer) -> None:
@@ -54,7 +56,7 @@ def test_expired_and_deleted_chunks_are_told(agent: AgentServer, server: RedisSe
         client.unlink(*keys_of(server, NAMES[1]))
         watcher.wait(0, "redis", NAMES[2:])
         # Another program's keys are nobody's business.
-        client.set("lmcr1:", "x", px=1)
+        client.set("lmcr2:", "x", px=1)
         client.set("other", "x", px=1)
         # Deleted and there again, as when a shard gives it to another: that is no removal.
         values = {key: client.get(key) for key in keys_of(server, NAMES[2])}
@@ -82,7 +84,8 @@ def test_evicted_chunks_are_told(agent: AgentServer, server: RedisServer) -> Non
 
         def as_in_redis() -> bool:
             watcher.poll()
-            left = Counter(key[:-2][-len(NAMES[0]) :] for key in stripe_keys(server.client()))
+            found = stripe_keys(server.client())
+            left = Counter(parse_stripe_key(key)[1].chunk_hash for key in found)
             whole = {name for name, count in left.items() if count == stripes}
             return watcher.there[0, "redis"] == whole
 

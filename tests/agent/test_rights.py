@@ -29,7 +29,7 @@ def rules(*uses: Use) -> set[str]:
 
 def test_the_page_grants_what_agents_send() -> None:
     keys, *granted = documented("agent")
-    assert keys == "~lmcr1:*"
+    assert keys == "~lmcr2:*"
     # And the names of connections, which nobody needs: else each connect is in ACL LOG.
     assert {*granted} == rules(Use.ALWAYS) | {"+client|setname"}
     # And what else it says is needed.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 
 from lmcache_redis.agent.agent import summary
+from lmcache_redis.chunks.keys import hash_tag
 from lmcache_redis.metrics import Metrics
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer, stripe_keys
@@ -58,7 +59,8 @@ def test_eviction_and_requests_log_no_lines_of_their_own(
         engine.wait_ready()
         before = agent.log
         with redis_server.client() as client:
-            for key in sorted(key for key in stripe_keys(client) if HASHES[7] in key)[1:]:
+            tag = hash_tag(HASHES[7])
+            for key in sorted(key for key in stripe_keys(client) if tag in key)[1:]:
                 client.delete(key)
         for number in range(10):
             engine.lookup(f"r{number}", HASHES)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_redis.chunks.keys import hash_tag
 from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.resp import RedisOptions, ranking
 from lmcache_redis.resp.plane import RedisPlane
@@ -53,7 +54,7 @@ def test_a_new_agent_has_what_was_used_most(tmp_path: Path) -> None:
     with RedisServer(tmp_path, args=frequency) as redis:
         store_all(tmp_path, redis.unix_url)
         used = {each.hex() for each in PROMPTS[1][3::4]}
-        for key in redis.command("KEYS", "lmcr1:*"):
+        for key in redis.command("KEYS", "lmcr2:*"):
             if any(name in key.hex() for name in used):
                 for _ in range(9):
                     redis.command("GETRANGE", key, 0, 0)
@@ -80,10 +81,10 @@ def test_a_new_agent_has_what_was_used_most(tmp_path: Path) -> None:
 def test_bytes_that_are_not_the_chunks_are_not_loaded(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as redis:
         store_all(tmp_path, redis.unix_url)
-        keys = sorted(redis.command("KEYS", "lmcr1:*"))
-        (damaged,) = [key for key in keys if PROMPTS[0][3].hex() in key.hex() and key[-1] == 1]
-        redis.command("SETRANGE", damaged, 600, b"other bytes")
-        (lacking,) = [key for key in keys if PROMPTS[0][7].hex() in key.hex() and key[-1] == 1]
+        keys = sorted(redis.command("KEYS", "lmcr2:*"))
+        (damaged,) = [key for key in keys if hash_tag(PROMPTS[0][3]) in key and key[-1] == 1]
+        redis.command("SETRANGE", damaged, 700, b"other bytes")
+        (lacking,) = [key for key in keys if hash_tag(PROMPTS[0][7]) in key and key[-1] == 1]
         redis.command("UNLINK", lacking)
         with (
             AgentServer(tmp_path / "new", redis.unix_url, warm_bytes="1GiB") as agent,
@@ -155,27 +156,27 @@ def ranked(plane: RedisPlane, prefixes: Sequence[bytes], limit: int = 100) -> Ra
 def test_without_frequencies_the_last_uses_count(
     redis_server: RedisServer, plane_of: Callable[[str], RedisPlane]
 ) -> None:
-    keys = [b"lmcr1:warm %d" % number for number in range(600)]
+    keys = [b"lmcr2:warm %d" % number for number in range(600)]
     with redis_server.client() as client:
         for key in keys:
             client.set(stripe_key(key, 0), b"x")
             client.set(stripe_key(key, 1), b"x")
-        client.set(stripe_key(b"lmcr1:other", 0), b"x")
+        client.set(stripe_key(b"lmcr2:other", 0), b"x")
         wait_until(
             lambda: client.object("IDLETIME", stripe_key(keys[0], 0)) >= 1, "a second without use"
         )
         client.touch(stripe_key(keys[77], 0), stripe_key(keys[5], 0))
     plane = plane_of(redis_server.unix_url)
-    found = ranked(plane, [b"lmcr1:warm"])
+    found = ranked(plane, [b"lmcr2:warm"])
     assert (found.outcome, found.refused) == (CallOutcome.DONE, "")
     assert len(found.keys) == 100
     assert {*found.keys[:2]} == {keys[5], keys[77]}
-    assert {*ranked(plane, [b"lmcr1:warm"], 1000).keys} == {*keys}
-    assert {*ranked(plane, [b"lmcr1:warm 7", b"lmcr1:other"]).keys} == {
-        b"lmcr1:other",
-        *(key for key in keys if key.startswith(b"lmcr1:warm 7")),
+    assert {*ranked(plane, [b"lmcr2:warm"], 1000).keys} == {*keys}
+    assert {*ranked(plane, [b"lmcr2:warm 7", b"lmcr2:other"]).keys} == {
+        b"lmcr2:other",
+        *(key for key in keys if key.startswith(b"lmcr2:warm 7")),
     }
-    assert ranked(plane, [b"lmcr1:nothing"]).keys == []
+    assert ranked(plane, [b"lmcr2:nothing"]).keys == []
 
 
 def test_keys_of_others_are_not_gone_through_without_end(
@@ -188,11 +189,11 @@ def test_keys_of_others_are_not_gone_through_without_end(
         monkeypatch.setattr(ranking, "MOST_SCANNED", 2 * ranking.STEP_KEYS)
         plane = plane_of(own_server.unix_url)
         client.config_resetstat()
-        assert ranked(plane, [b"lmcr1:warm"]) == RankedKeys(CallOutcome.DONE, [], "")
+        assert ranked(plane, [b"lmcr2:warm"]) == RankedKeys(CallOutcome.DONE, [], "")
         assert client.info("commandstats")["cmdstat_scan"]["calls"] == 2
-        client.mset({stripe_key(b"lmcr1:warm %d" % number, 0): "x" for number in range(10_000)})
+        client.mset({stripe_key(b"lmcr2:warm %d" % number, 0): "x" for number in range(10_000)})
         monkeypatch.setattr(ranking, "MOST_SCANNED", 1 << 20)
         monkeypatch.setattr(ranking, "MOST_ASKED", 1)
         client.config_resetstat()
-        assert len(ranked(plane, [b"lmcr1:warm"], 1000).keys) < 1000
+        assert len(ranked(plane, [b"lmcr2:warm"], 1000).keys) < 1000
         assert client.info("commandstats")["cmdstat_scan"]["calls"] < 10

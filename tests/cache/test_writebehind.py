@@ -91,6 +91,7 @@ def test_a_tier_is_asked_once_about_all_due_chunks(queue: Queue) -> None:
     assert queue.counted() == {
         "stored_chunks": 3,
         "stored_bytes": 3 * FORM.chunk_bytes,
+        "plain_bytes": 3 * FORM.chunk_bytes,
         "skipped_chunks": 2,
     }
     queue.enqueue()  # the tier may have lost it since

@@ -19,11 +19,13 @@ from lmcache_redis.chunks.frame import (
     add_checksums,
     allocated_bytes,
     describe_header,
+    mark_packed,
     stripe_payload_bytes,
 )
-from lmcache_redis.chunks.keys import ObjectKey, hash_chunks
+from lmcache_redis.chunks.keys import ObjectKey, hash_chunks, hash_tag
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import key_stem, stripe_key
+from lmcache_redis.chunks.packing import pack_in_numpy
 from lmcache_redis.compat.custom_types import IPCCacheEngineKey
 from lmcache_redis.errors import FormatError
 from lmcache_redis.seal import SealKeys
@@ -73,8 +75,8 @@ class TestHeaderBytes:
         expected = bytearray(HEADER_BYTES)
         for offset, fmt, value in [
             (0, "4s", b"LMCR"),
-            (4, "<H", 1),
-            (6, "<H", 512),
+            (4, "<H", 2),
+            (6, "<H", 640),
             (8, "16s", STORE_ID),
             (24, "<H", 2),
             (26, "<H", 3),
@@ -87,7 +89,8 @@ class TestHeaderBytes:
             (96, "B", 32),
             (97, "63s", CHUNK_HASH),
             (160, "<Q", CREATED_UNIX_MS),
-            (176, "336s", metadata),
+            (184, "<Q", 150_000 - 2 * 65_536),
+            (208, "336s", metadata),
         ]:
             struct.pack_into(fmt, expected, offset, value)
         seal(expected)
@@ -183,7 +186,7 @@ class TestStripePayloadBytes:
         assert stripe_payload_bytes(1 << 20, 2 << 20) == 1 << 20
         assert stripe_payload_bytes(3_000_000, 2_000_000) == 1_500_032
         # 896 KiB twice and 320, instead of 768 three times.
-        assert stripe_payload_bytes(2 << 20, self.SLOT) == (896 << 10) - 576
+        assert stripe_payload_bytes(2 << 20, self.SLOT) == (896 << 10) - 704
         assert stripe_payload_bytes(1, 1 << 20) == 64
         assert stripe_payload_bytes(65, 33) == 33
 
@@ -202,7 +205,7 @@ class TestStripePayloadBytes:
     @staticmethod
     def memory(chunk_bytes: int, payload: int) -> int:
         full, last = divmod(chunk_bytes - 1, payload)
-        return full * allocated_bytes(payload + 522) + allocated_bytes(last + 1 + 522)
+        return full * allocated_bytes(payload + 650) + allocated_bytes(last + 1 + 650)
 
     @pytest.mark.parametrize(("chunk_bytes", "slot_bytes"), [(0, 1), (1, 0), (-1, 1), (1, 2**63)])
     def test_sizes_out_of_range_are_refused(self, chunk_bytes: int, slot_bytes: int) -> None:
@@ -224,12 +227,13 @@ class TestCheckHeader:
         store_id = data.draw(st.binary(min_size=16, max_size=16))
         checksum = data.draw(st.integers(0, 2**64 - 1))
         created = data.draw(st.integers(0, 2**64 - 1))
-        header = frame.header(index, store_id, checksum, created)
-        assert frame.check_header(header, index) == HeaderCheck(Verdict.OK, store_id, checksum)
+        header, size = frame.header(index, store_id, checksum, created), frame.stripe_payload_bytes
+        assert frame.check_header(header, index) == HeaderCheck(
+            Verdict.OK, store_id, checksum, min(size, chunk_bytes - index * size)
+        )
         said = describe_header(header)
         assert (said.store_id, said.checksum, said.created_unix_ms) == (store_id, checksum, created)
         assert (said.stripe_index, said.stripe_count) == (index, frame.stripe_count)
-        size = frame.stripe_payload_bytes
         assert said.payload_bytes == min(size, chunk_bytes - index * size)
         assert said.payload_offset == index * frame.stripe_payload_bytes
         assert (said.fingerprint, said.chunk_hash) == (frame.fingerprint, frame.chunk_hash)
@@ -265,7 +269,7 @@ class TestCheckHeader:
         assert frame.check_header(header, 1).ok
         assert verdicts == {Verdict.BAD_MAGIC, Verdict.BAD_VERSION, Verdict.CORRUPT_HEADER}
 
-    @pytest.mark.parametrize("length", [0, 1, 8, 176, 511])
+    @pytest.mark.parametrize("length", [0, 1, 8, 176, 511, 639])
     def test_a_truncated_header_is_corrupt(self, length: int) -> None:
         frame = frame_of()
         header = header_of(frame)[:length]
@@ -273,7 +277,7 @@ class TestCheckHeader:
         with pytest.raises(FormatError, match="a damaged header"):
             describe_header(header)
 
-    @given(st.binary(max_size=600), st.integers(-1, 3))
+    @given(st.binary(max_size=700), st.integers(-1, 3))
     def test_random_bytes_are_a_verdict(self, data: bytes, index: int) -> None:
         assert not frame_of().check_header(data, index).ok
         with pytest.raises(FormatError):
@@ -288,7 +292,7 @@ class TestCheckHeader:
         forged = bytearray(header)
         forged[position : position + len(patch)] = patch
         seal(forged)
-        free = (range(8, 24), range(56, 64), range(160, 176))
+        free = (range(8, 24), range(56, 64), range(160, 176), range(192, 208))
         differs = [at for at in range(HEADER_BYTES) if forged[at] != header[at]]
         unnoticed = all(any(at in span for span in free) for at in differs)
         assert frame.check_header(forged, 1).ok == unnoticed
@@ -301,7 +305,8 @@ class TestCheckHeader:
         ("offset", "fmt", "value", "verdict"),
         [
             (0, "4s", b"LMCQ", Verdict.BAD_MAGIC),
-            (4, "<H", 2, Verdict.BAD_VERSION),
+            (4, "<H", 1, Verdict.BAD_VERSION),
+            (4, "<H", 3, Verdict.BAD_VERSION),
             (4, "<H", 0, Verdict.BAD_VERSION),
             (6, "<H", 576, Verdict.CORRUPT_HEADER),
             (28, "<I", 1, Verdict.SEALED),
@@ -316,9 +321,16 @@ class TestCheckHeader:
             (96, "B", 31, Verdict.FOREIGN),
             (97, "B", 1, Verdict.FOREIGN),
             (159, "B", 1, Verdict.FOREIGN),
-            (176, "<Q", 150_001, Verdict.FOREIGN),
-            (184, "<I", 4, Verdict.FOREIGN),
-            (511, "B", 1, Verdict.FOREIGN),
+            (176, "B", 1, Verdict.FOREIGN),
+            (176, "B", 2, Verdict.BAD_VERSION),
+            (177, "B", 2, Verdict.FOREIGN),
+            (178, "B", 1, Verdict.FOREIGN),
+            (184, "<Q", 65_535, Verdict.FOREIGN),
+            (208, "<Q", 150_001, Verdict.FOREIGN),
+            (216, "<I", 4, Verdict.FOREIGN),
+            (543, "B", 1, Verdict.FOREIGN),
+            (544, "B", 1, Verdict.FOREIGN),
+            (639, "B", 1, Verdict.FOREIGN),
         ],
     )
     def test_each_verdict_has_its_field(
@@ -341,6 +353,39 @@ class TestCheckHeader:
         ]:
             assert frame.check_header(header, 1).verdict is Verdict.FOREIGN
 
+    @pytest.mark.parametrize(
+        ("codec", "element_bytes", "zeros", "stored_bytes", "verdict"),
+        [
+            (1, 1, b"", 1, Verdict.OK),
+            (1, 2, b"", 65_535, Verdict.OK),
+            (1, 4, b"", 9, Verdict.OK),
+            (1, 0, b"", 9, Verdict.FOREIGN),
+            (1, 3, b"", 9, Verdict.FOREIGN),
+            (1, 8, b"", 9, Verdict.FOREIGN),
+            (1, 2, b"\1", 9, Verdict.FOREIGN),
+            (1, 2, b"\0\0\0\0\0\1", 9, Verdict.FOREIGN),
+            (1, 2, b"", 0, Verdict.FOREIGN),
+            (1, 2, b"", 65_536, Verdict.FOREIGN),
+            (1, 2, b"", 2**64 - 1, Verdict.FOREIGN),
+            (0, 2, b"", 65_536, Verdict.FOREIGN),
+            (2, 2, b"", 9, Verdict.BAD_VERSION),
+            (255, 2, b"", 9, Verdict.BAD_VERSION),
+        ],
+    )
+    def test_what_a_packed_value_may_be(
+        self, codec: int, element_bytes: int, zeros: bytes, stored_bytes: int, verdict: Verdict
+    ) -> None:
+        values = (codec, element_bytes, zeros, stored_bytes)
+        header = put(header_of(frame_of(), 1), 176, "<BB6sQ", *values)
+        check = frame_of().check_header(header, 1)
+        assert check.verdict is verdict
+        if check.ok:
+            assert check[3:] == (stored_bytes, element_bytes)
+            assert describe_header(header).stored_bytes == stored_bytes
+        else:
+            with pytest.raises(FormatError):
+                describe_header(header)
+
     @pytest.mark.parametrize("index", [-1, 3, 70_000])
     def test_an_index_outside_the_chunk_is_a_verdict(self, index: int) -> None:
         assert frame_of().check_header(header_of(frame_of()), index).verdict is Verdict.FOREIGN
@@ -357,7 +402,7 @@ class TestDescribeHeader:
             (96, "B", (0,), "a chunk hash has"),
             (96, "B", (64,), "cannot be part"),
             (96, "B", (31,), "cannot be part"),
-            (176, "<Q", (1,), "a chunk of 1 bytes whose shapes"),
+            (208, "<Q", (1,), "a chunk of 1 bytes whose shapes"),
             (48, "<Q", (150_001,), "metadata of 150000 bytes for a chunk of 150001"),
             (24, "<H", (3,), "cannot be part"),
             (24, "<H", (0,), "cannot be part"),
@@ -409,7 +454,7 @@ class TestWorkedExample:
     def test_key(self) -> None:
         kv_rank = ObjectKey.ComputeKVRank(2, 1, 2, 1)
         stem = key_stem(FINGERPRINT[:16], "org/model", kv_rank, 32)
-        assert stripe_key(stem + CHUNK_HASH, 1) == documented("example key")
+        assert stripe_key(stem + hash_tag(CHUNK_HASH), 1) == documented("example key")
 
     def test_header(self) -> None:
         payload = bytes(i % 251 for i in range(65_536))
@@ -428,13 +473,25 @@ class TestWorkedExample:
         add_checksums(header, xxh3_64_intdigest(sealed))
         value = bytes(header) + bytes(sealed)
         plain = header_of(self.frame(), 1, xxh3_64_intdigest(payload)) + payload
-        shown = ((28, 32), (56, 64), (168, 176), (464, 544))
+        shown = ((28, 32), (56, 64), (168, 176), (592, 672))
         assert b"".join(value[start:end] for start, end in shown) == documented("example seal")
         differ = [at for at in range(HEADER_BYTES) if value[at] != plain[at]]
         assert all(any(start <= at < end for start, end in shown) for at in differ)
 
+    def test_packed(self) -> None:
+        payload, room = b"\x80\x3f" * 32_768, bytearray(65_536)
+        stored = room[: pack_in_numpy(payload, 2, room)]
+        header = bytearray(self.frame().bare_header(1, STORE_ID, CREATED_UNIX_MS))
+        mark_packed(header, 2, len(stored))
+        add_checksums(header, xxh3_64_intdigest(bytes(stored)))
+        value = bytes(header) + bytes(stored)
+        shown = ((56, 64), (168, 176), (176, 178), (184, 192), (640, 648))
+        assert b"".join(value[start:end] for start, end in shown) == documented("example packed")
+        said = describe_header(header)
+        assert (said.payload_bytes, said.stored_bytes, said.element_bytes) == (65_536, 45_064, 2)
+
     def test_metadata(self) -> None:
-        assert self.METADATA.serialize() == documented("example header")[176:232]
+        assert self.METADATA.serialize() == documented("example header")[208:264]
 
     def test_token_hashes(self) -> None:
         assert b"".join(hash_chunks([1, 2, 3, 4, 5], 2)) == documented("example token hashes")

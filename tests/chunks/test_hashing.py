@@ -22,7 +22,7 @@ def plain_hash_chunks(tokens: list[int], chunk_size_tokens: int, salt: bytes) ->
     """The definition in docs/reference/value-format.md, token by token."""
 
     def digest(data: bytes) -> bytes:
-        return hashlib.blake2b(data, digest_size=32, person=b"lmcr1.tokens").digest()
+        return hashlib.blake2b(data, digest_size=32, person=b"lmcr2.tokens").digest()
 
     parent = digest(struct.pack("<I", chunk_size_tokens) + salt)
     hashes = []
@@ -35,11 +35,11 @@ def plain_hash_chunks(tokens: list[int], chunk_size_tokens: int, salt: bytes) ->
 
 def test_fixed_vectors() -> None:
     assert [h.hex() for h in hash_chunks([1, 2, 3, 4, 5], 2)] == [
-        "4cc262be69703fe011280ffdb685fec3e8eb70b8649fe773aabeb58cea25c7a5",
-        "cdf1726d8b67820d4314dc9e3b86ea6550d0fd48a21ef7c4f3cdc88051cb15c4",
+        "d582144ef823c091eab5d5536e5bad5f7cdf8e7bdb977bbbd544bd9876489159",
+        "26959691c4bc20c026c5db21cdb7eebb6fd635e83711b244091b4465b172b56b",
     ]
     assert [h.hex() for h in hash_chunks([2**32 - 1, 0], 2, salt=b"tenant")] == [
-        "7bbe4c6863d922bdb5b3ea805fc8f37cd2bcb22679a49dc821568639593ff72f",
+        "2d13c1bb1d5f07e5ed830b22298600a41d68f9c8df1e24ec78bfe4d56ef76e96",
     ]
 
 

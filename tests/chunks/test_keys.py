@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.chunks.keys import ObjectKey, bounded_hash, share_rank
-from lmcache_redis.chunks.names import key_stem, parse_stripe_key, stripe_key
+from lmcache_redis.chunks.keys import ObjectKey, bounded_hash, hash_in, hash_tag, share_rank
+from lmcache_redis.chunks.names import ChunkNames, key_stem, parse_stripe_key, stripe_key
 from lmcache_redis.errors import FormatError
+from lmcache_redis.resp.routes import slot_of
 
 HASHES = st.binary(min_size=1, max_size=63)
 MODELS = st.text(min_size=1, max_size=200)
@@ -23,7 +24,7 @@ NAMESPACE = bytes(range(16))
 class TestObjectKey:
     def test_fixed_vectors(self) -> None:
         key = ObjectKey(bytes.fromhex("00ff10"), "org/möde", 0x02010201)
-        assert key.to_bytes().hex() == "0201020100096f72672f6dc3b664650300ff10"
+        assert key.to_bytes().hex() == "0201020100096f72672f6dc3b66465037b3030666631307d"
         assert ObjectKey.from_bytes(key.to_bytes()) == key
 
     @given(OBJECT_KEYS)
@@ -86,7 +87,7 @@ class TestObjectKey:
             assert ObjectKey.from_bytes(key.to_bytes()) == key
         # Stored chunks are found by it: it never changes.
         assert bounded_hash(bytes(64)).hex() == (
-            "c26ea539b7272129b0114a412d03ddc56b694454696915b6b2a880fc1c64d13a"
+            "05391fea5bb939ee3e764720819d3e291dcf8cb553e7594c7c6f3e686ebdda40"
         )
 
     @pytest.mark.parametrize("name", ["", "x" * 1025, "é" * 513])
@@ -101,7 +102,7 @@ class TestObjectKey:
 
     def test_a_model_name_not_in_utf8_is_refused(self) -> None:
         with pytest.raises(FormatError, match="not UTF-8"):
-            ObjectKey.from_bytes(bytes.fromhex("000000000001ff0100"))
+            ObjectKey.from_bytes(bytes.fromhex("000000000001ff01") + b"{00}")
 
     @pytest.mark.parametrize("rank", [-1, 2**32])
     def test_a_rank_out_of_range_is_refused(self, rank: int) -> None:
@@ -214,32 +215,71 @@ class TestShareRank:
             share_rank(*numbers)
 
 
+class TestHashTag:
+    @given(HASHES, st.binary(max_size=40))
+    def test_a_key_ends_with_it(self, chunk_hash: bytes, before: bytes) -> None:
+        assert hash_in(before + hash_tag(chunk_hash), len(chunk_hash)) == chunk_hash
+
+    @pytest.mark.parametrize(
+        "key",
+        [
+            b"",
+            b"{}",
+            b"{0}",
+            b"{00",
+            b"00}",
+            b"{0G}",
+            b"{0A}",
+            b"{000}",
+            b"{0000}",
+            b"(00)",
+            b"{00}\n",
+        ],
+    )
+    def test_another_end_is_refused(self, key: bytes) -> None:
+        with pytest.raises(FormatError, match="ends with 1 bytes in hex"):
+            hash_in(key, 1)
+
+    def test_all_stripes_of_all_workers_lie_in_one_slot(self) -> None:
+        """Whatever bytes hashes and namespaces of agents have."""
+        for chunk_hash in (b"{}" * 16, b"}{" * 16, b"{x}" * 10, bytes(range(32))):
+            slots = {
+                slot_of(
+                    stripe_key(names.chunk_key(ObjectKey(chunk_hash, "org/model", rank)), index)
+                )
+                for names in (ChunkNames(b"{}" * 16, b"mine:"), ChunkNames(None))
+                for rank in (share_rank(2, 0), share_rank(2, 1), share_rank(8, 7))
+                for index in (0, 1, 0x7B7D)
+            }
+            assert slots == {slot_of(chunk_hash.hex().encode())}
+
+
 class TestRedisKeys:
     def test_fixed_vector(self) -> None:
         stem = key_stem(NAMESPACE, "m", 0x01000100, 2, b"app:")
         assert stem.hex() == (
-            "6170703a6c6d6372313a000102030405060708090a0b0c0d0e0f0100010000016d02"
+            "6170703a6c6d6372323a000102030405060708090a0b0c0d0e0f0100010000016d02"
         )
-        assert stripe_key(stem + b"\xaa\xbb", 258).hex() == stem.hex() + "aabb0102"
+        assert stripe_key(stem + hash_tag(b"\xaa\xbb"), 258) == stem + b"{aabb}\1\2"
 
     @given(NAMESPACES, OBJECT_KEYS, st.integers(0, 0xFFFF), st.binary(max_size=20))
     def test_round_trip(self, namespace: bytes, key: ObjectKey, index: int, prefix: bytes) -> None:
         stem = key_stem(namespace, key.model_name, key.kv_rank, len(key.chunk_hash), prefix)
-        encoded = stripe_key(stem + key.chunk_hash, index)
+        encoded = stripe_key(stem + hash_tag(key.chunk_hash), index)
         assert encoded == (
-            prefix + b"lmcr1:" + namespace + key.to_bytes() + index.to_bytes(2, "big")
+            prefix + b"lmcr2:" + namespace + key.to_bytes() + index.to_bytes(2, "big")
         )
         assert parse_stripe_key(encoded, prefix) == (namespace, key, index)
 
     @given(st.binary(max_size=60), st.booleans())
     def test_random_bytes_are_refused_or_exact(self, data: bytes, marked: bool) -> None:
-        data = b"lmcr1:" + data if marked else data
+        data = b"lmcr2:" + data if marked else data
         try:
             namespace, key, index = parse_stripe_key(data)
         except FormatError:
             return
         stem = key_stem(namespace, key.model_name, key.kv_rank, len(key.chunk_hash))
-        assert stripe_key(stem + key.chunk_hash, index) == data
+        assert stripe_key(stem + hash_tag(key.chunk_hash), index) == data
 
     @pytest.mark.parametrize(("kv_rank", "hash_bytes"), [(-1, 4), (2**32, 4), (1, 0), (1, 64)])
     def test_a_stem_of_a_field_out_of_range_is_refused(self, kv_rank: int, hash_bytes: int) -> None:
@@ -247,7 +287,7 @@ class TestRedisKeys:
             key_stem(NAMESPACE, "model", kv_rank, hash_bytes)
 
     def test_every_truncation_and_another_prefix_are_refused(self) -> None:
-        encoded = stripe_key(key_stem(NAMESPACE, "model", 1, 4, b"p:") + b"hash", 0)
+        encoded = stripe_key(key_stem(NAMESPACE, "model", 1, 4, b"p:") + hash_tag(b"hash"), 0)
         for length in range(len(encoded)):
             with pytest.raises(FormatError):
                 parse_stripe_key(encoded[:length], b"p:")

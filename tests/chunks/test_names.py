@@ -18,13 +18,14 @@ from lmcache_redis.chunks.names import (
     stripe_key,
 )
 from lmcache_redis.errors import FormatError
+from lmcache_redis.resp.routes import slot_of
 
 NAMES = ChunkNames(bytes(range(32)), b"mine:")
 
 
 def test_a_chunk_key_is_read_out_of_a_stripes_key() -> None:
     key = ChunkForm.of(NAMES, "org/model", 7, opaque_pages(100), 64).key(b"h" * 32)
-    assert key.startswith(b"mine:lmcr1:")
+    assert key.startswith(b"mine:lmcr2:")
     assert chunk_key_in(stripe_key(key, 3), b"mine:") == key
     assert chunk_key_in(b"mine:" + key, b"mine:") is None
     assert chunk_key_in(stripe_key(key, 3), b"") is None
@@ -33,7 +34,8 @@ def test_a_chunk_key_is_read_out_of_a_stripes_key() -> None:
 def test_a_claim_is_the_key_of_no_chunk() -> None:
     key = ChunkForm.of(NAMES, "org/model", 7, opaque_pages(100), 64).key(b"h" * 32)
     claim = claim_key(key, b"mine:")
-    assert claim.startswith(b"mine:lmcr1:")
+    assert claim.startswith(b"mine:lmcr2:")
+    assert slot_of(claim) == slot_of(stripe_key(key, 3))
     assert claim != claim_key(key[:-1], b"mine:")
     assert chunk_key_in(claim, b"mine:") is None
     with pytest.raises(FormatError):
@@ -42,7 +44,7 @@ def test_a_claim_is_the_key_of_no_chunk() -> None:
 
 def test_an_account_is_the_key_of_no_chunk() -> None:
     account, later = account_keys("Käse}{", (7, 8), b"mine:")
-    assert account.startswith(b"mine:lmcr1:tenant:")
+    assert account.startswith(b"mine:lmcr2:tenant:")
     assert account != later
     assert chunk_key_in(account, b"mine:") is None
     assert not is_claim_key(account, b"mine:")

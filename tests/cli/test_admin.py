@@ -179,7 +179,7 @@ def test_purge_refuses_in_one_sentence(
 
 def test_purge(client: Any, known: dict[str, str], redis_server: RedisServer) -> None:
     Cached(1, model="other").put(client)
-    client.set("lmcr1:somebody", "else")
+    client.set("lmcr2:somebody", "else")
     before = everything(redis_server)
     gone = Cached(1)
     gone.put(client)

@@ -12,7 +12,15 @@ from collections.abc import Iterator, Sequence
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis import native
-from lmcache_redis.chunks.frame import HEADER_BYTES, STORE_ID_BYTES, ChunkFrame
+from lmcache_redis.chunks import packing
+from lmcache_redis.chunks.frame import (
+    HEADER_BYTES,
+    SEAL_AT,
+    STORE_ID_BYTES,
+    ChunkFrame,
+    add_checksums,
+    mark_packed,
+)
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import RedisError
 from lmcache_redis.resp.bulk import (
@@ -30,6 +38,7 @@ from lmcache_redis.resp.net.wire import get_command
 from lmcache_redis.seal import SealKeys
 from lmcache_redis.tiers import ReadOutcome
 from tests.fuzz.mutation import Mutator
+from tests.fuzz.packed import elements_with
 from tests.fuzz.target import ACCEPTED
 
 _FAR_S = 60.0
@@ -39,8 +48,10 @@ REPLY_TOKENS = (
     *(b"x" * 70_000, b"*1\r\n" * 100, b"9" * 5000),
 )
 
-_PAYLOAD = bytes(range(200, 256)) * 5
-_HEADER = bytes(range(256)) * 2
+_PAYLOAD = elements_with([112 + n % 7 for n in range(packing.TILE)], 2) + b"tail"
+_ROOM = bytearray(len(_PAYLOAD))
+_STORED = bytes(_ROOM[: packing.pack(_PAYLOAD, 2, _ROOM)])
+_HEADER = bytes(range(256)) * 2 + bytes(range(128))
 _VALUE = _HEADER + _PAYLOAD
 _GET = get_command(b"key")
 _SEAL_KEYS = SealKeys([bytes(range(32))])
@@ -111,30 +122,42 @@ _FRAME = ChunkFrame(
     ).serialize(),
 )
 _CHECKED_FIELDS = ((0, 4), (4, 2), (8, 16), (24, 2), (32, 8), (48, 8), (56, 8), (64, 32), (160, 8))
-_SEALED_FIELDS = ((28, 1), (464, 8), (472, 24), (496, 16))
+_STORED_FIELDS = ((176, 1), (177, 1), (178, 6), (184, 8), (192, 8), (200, 8), (544, 48))
+_SEALED_FIELDS = ((28, 1), (SEAL_AT, 8), (SEAL_AT + 8, 24), (SEAL_AT + 32, 16))
 
 
-def _stripe(index: int, change: tuple[int, bytes] | None = None) -> bytes:
+def _stripe(index: int, change: tuple[int, bytes] | None = None, stored: bytes = _PAYLOAD) -> bytes:
     """A reply with stripe `index`, its checksum right whatever was changed in the header."""
-    header = _FRAME.header(index, b"s" * 16, xxh3_64_intdigest(_PAYLOAD), 1)
+    header = bytearray(_FRAME.bare_header(index, b"s" * 16, 1))
+    if stored is not _PAYLOAD:
+        mark_packed(header, 2, len(stored))
+    add_checksums(header, xxh3_64_intdigest(stored))
     if change is not None:
         at, data = change
         header[at : at + len(data)] = data
         header[168:176] = bytes(8)
         header[168:176] = xxh3_64_intdigest(header).to_bytes(8, "little")
-    return b"$%d\r\n%b%b\r\n" % (HEADER_BYTES + len(_PAYLOAD), header, _PAYLOAD)
+    return b"$%d\r\n%b%b\r\n" % (HEADER_BYTES + len(stored), header, stored)
 
 
-STRIPES = (_stripe(1), _stripe(1, (28, b"\1")), *_OTHERS)
+STRIPES = (
+    *(
+        _stripe(1, change, stored)
+        for change in (None, (28, b"\1"))
+        for stored in (_PAYLOAD, _STORED)
+    ),
+    *_OTHERS,
+)
 
 
 def make_stripe(mutator: Mutator) -> bytes:
     """Some as they should be but for one field of the header."""
     if mutator.below(3):
         return mutator.next()
-    fields = _CHECKED_FIELDS + _SEALED_FIELDS
+    fields = _CHECKED_FIELDS + _STORED_FIELDS + _SEALED_FIELDS
     at, nbytes = fields[mutator.below(len(fields))]
-    return _stripe(mutator.below(2), (at, mutator.number(nbytes)))
+    stored = (_PAYLOAD, _STORED, _STORED[:-1])[mutator.below(3)]
+    return _stripe(mutator.below(2), (at, mutator.number(nbytes)), stored)
 
 
 def run_compiled(data: bytes, mutator: Mutator) -> str:
@@ -146,12 +169,13 @@ def run_compiled(data: bytes, mutator: Mutator) -> str:
     if native.moves is not None:
         movers.append(NativeMover())
     for mover in movers:
-        guarded = bytearray(_GUARD + bytes(len(_PAYLOAD)) + _GUARD)
-        slot = memoryview(guarded)[len(_GUARD) : -len(_GUARD)]
+        guarded = [bytearray(_GUARD + bytes(len(_PAYLOAD)) + _GUARD) for _ in range(2)]
+        slot, room = (memoryview(each)[len(_GUARD) : -len(_GUARD)] for each in guarded)
         with _connected(data, _most(data, mutator)) as connection:
-            ends.append(_load(mover, connection, slot, is_sealed))
+            ends.append(_load(mover, connection, slot, room, is_sealed))
             is_unread |= _is_unread(connection)
-        assert guarded[: len(_GUARD)] == guarded[-len(_GUARD) :] == _GUARD
+        for each in guarded:
+            assert each[: len(_GUARD)] == each[-len(_GUARD) :] == _GUARD
         assert ends[-1][0] != ACCEPTED or slot == _PAYLOAD or is_sealed
     # Bytes behind a reply end the connection where they came together with its own.
     assert ends[0] == ends[-1] or (is_unread and "RedisProtocolError" in (ends[0][0], ends[-1][0]))
@@ -167,10 +191,10 @@ def _is_unread(connection: Connection) -> bool:
 
 
 def _load(
-    mover: Mover, connection: Connection, slot: memoryview, is_sealed: bool
+    mover: Mover, connection: Connection, slot: memoryview, room: memoryview, is_sealed: bool
 ) -> tuple[str, ReadOutcome | bytes | None]:
     head = b"$%d\r\n" % (HEADER_BYTES + len(_PAYLOAD))
-    task = (_GET, head + _FRAME.bare_header(1, is_sealed=is_sealed), slot, b"")
+    task = (_GET, head + _FRAME.bare_header(1, is_sealed=is_sealed), slot, room)
     lanes = [mover.handle(connection)]
     deadline = time.monotonic() + _FAR_S
     done: Sequence[Result] = ()

@@ -20,8 +20,10 @@ from lmcache_redis.chunks.frame import (
     ChunkFrame,
     add_checksums,
     describe_header,
+    mark_packed,
+    stored_form,
 )
-from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.chunks.keys import ObjectKey, hash_tag
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import key_stem, parse_stripe_key, stripe_key
 from lmcache_redis.compat.custom_types import IPCCacheEngineKey
@@ -32,6 +34,7 @@ from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of
 from lmcache_redis.seal import Opened, SealKeys
 from lmcache_redis.tiers import ReadOutcome
 from tests.fuzz.mutation import Mutator
+from tests.fuzz.packed import PACKED
 from tests.fuzz.sockets import (
     REPLY_TOKENS,
     STRIPES,
@@ -86,8 +89,9 @@ def _run_replies(data: bytes, mutator: Mutator) -> str:
 _CHUNK_HASH = bytes(range(32))
 _SHAPES = ((700_000, 300_000), (131_072, 65_536), (1, 4096), (65_535, 1), (1 << 40, 1 << 30))
 _FIELDS = ((4, 2), (6, 2), (24, 2), (26, 2), (28, 4), (32, 8), (40, 8), (48, 8), (96, 1), (160, 8))
+_FIELDS = (*_FIELDS, (176, 1), (177, 1), (178, 6), (184, 8), (192, 8), (200, 8), (544, 4))
 _METADATA_FIELDS = ((0, 8), (8, 4), (12, 4), (16, 4), (20, 4), (24, 8), (32, 8), (56, 4), (60, 4))
-_METADATA_AT = 176
+_METADATA_AT = 208
 
 
 def _metadata(length: int) -> bytes:
@@ -131,9 +135,12 @@ def _run_header(data: bytes, mutator: Mutator) -> str:
     if check.ok:
         created = int.from_bytes(data[160:168], "little")
         own = frame.header(index, check.store_id, check.checksum, created)
+        own[168:176], own[192:208] = data[168:176], data[192:208]
+        if check.element_bytes:
+            mark_packed(own, check.element_bytes, check.stored_bytes)
+            assert 0 < check.stored_bytes < stored_form(frame.bare_header(index))[0]
         if is_sealed:
             own[28] |= SEALED
-            own[168:176] = data[168:176]
             own[SEAL_AT:] = data[SEAL_AT:HEADER_BYTES]
         assert own == data[:HEADER_BYTES]
     failure = (End.OTHER_LENGTH, 0, data)
@@ -149,9 +156,8 @@ def _run_header(data: bytes, mutator: Mutator) -> str:
     offset, payload = header.payload_offset, header.payload_bytes
     stripe_bytes = offset // header.stripe_index if last and header.stripe_index else payload
     is_sealed = header.sealed_with is not None
-    end = SEAL_AT if is_sealed else HEADER_BYTES
     described = ChunkFrame(
-        header.fingerprint, header.chunk_hash, header.chunk_bytes, stripe_bytes, data[176:end]
+        header.fingerprint, header.chunk_hash, header.chunk_bytes, stripe_bytes, data[208:544]
     )
     assert described.check_header(data, header.stripe_index, is_sealed).ok
     return ACCEPTED
@@ -162,7 +168,7 @@ _HEADERS = _headers()
 # ------------------------------------------------------------- sealed values
 
 _SEAL_KEYS = SealKeys([bytes(range(32)), bytes(range(1, 33))])
-_SEALED_KEY = b"lmcr1:a stripe"
+_SEALED_KEY = b"lmcr2:a stripe"
 _PLAINTEXT = bytes(range(256))
 _SEALED_FRAME = ChunkFrame(bytes(range(32, 64)), _CHUNK_HASH, 256, 256, _metadata(256))
 _SEAL_FIELDS = ((SEAL_AT, 8), (SEAL_AT + 8, 24), (SEAL_AT + 32, 16), (HEADER_BYTES, 16))
@@ -223,7 +229,7 @@ _METADATA = (
     RemoteMetadata(77, [(9,)], ["int64"], MemoryFormat.BINARY).serialize().ljust(336, b"\0"),
     RemoteMetadata(8, [()] * 8, ["int8"] * 8, MemoryFormat.UNDEFINED).serialize(),
 )
-_BINARY_TOKENS = (b"\0" * 8, b"\xff" * 8, b"\1\0\0\0", b"\x52\x4c\0\0", b"LMCR", b"\x80", b"lmcr1:")
+_BINARY_TOKENS = (b"\0" * 8, b"\xff" * 8, b"\1\0\0\0", b"\x52\x4c\0\0", b"LMCR", b"\x80", b"lmcr2:")
 
 
 def _make_metadata(mutator: Mutator) -> bytes:
@@ -247,9 +253,9 @@ def _run_metadata(data: bytes, mutator: Mutator) -> str:
 
 _NAMESPACE = bytes(range(16))
 _KEYS = (
-    stripe_key(key_stem(_NAMESPACE, "org/model", 0x02010201, 32) + _CHUNK_HASH, 1),
-    stripe_key(key_stem(_NAMESPACE, "m", 0, 1) + b"h", 65_535),
-    stripe_key(key_stem(_NAMESPACE, "ü" * 40, 0xFFFF_FFFF, 63) + b"h" * 63, 0),
+    stripe_key(key_stem(_NAMESPACE, "org/model", 0x02010201, 32) + hash_tag(_CHUNK_HASH), 1),
+    stripe_key(key_stem(_NAMESPACE, "m", 0, 1) + hash_tag(b"h"), 65_535),
+    stripe_key(key_stem(_NAMESPACE, "ü" * 40, 0xFFFF_FFFF, 63) + hash_tag(b"h" * 63), 0),
 )
 
 
@@ -261,7 +267,7 @@ def _run_key(data: bytes, mutator: Mutator) -> str:
     except FormatError:
         return "FormatError"
     stem = key_stem(namespace, key.model_name, key.kv_rank, len(key.chunk_hash))
-    assert stripe_key(stem + key.chunk_hash, index) == data
+    assert stripe_key(stem + hash_tag(key.chunk_hash), index) == data
     return ACCEPTED
 
 
@@ -299,4 +305,5 @@ TARGETS = (
     Target("metadata", _METADATA, _BINARY_TOKENS, _make_metadata, _run_metadata),
     Target("key", _KEYS, _BINARY_TOKENS, Mutator.next, _run_key),
     Target("engine-key", _ENGINE_KEYS, _MSGPACK_TOKENS, Mutator.next, _run_engine_key),
+    PACKED,
 )

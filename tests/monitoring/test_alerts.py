@@ -20,6 +20,7 @@ import redis
 import yaml
 
 from demo.dashboard import ALERTS, Prometheus, find, free_port
+from lmcache_redis.chunks.keys import hash_tag
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.scraping import documented
 from tests.servers import RedisServer, stripe_keys
@@ -171,10 +172,11 @@ def test_alerts_fire_in_their_faults_alone(tmp_path: Path, start: Callable[..., 
         with redis.Redis.from_url(writer.server.url) as client:
             keys = [*stripe_keys(client)]
             for hashes in incomplete:
-                client.unlink(*(k for k in keys if hashes[-1] in k and k.endswith(b"\0\1")))
+                tag = hash_tag(hashes[-1])
+                client.unlink(*(k for k in keys if tag in k and k.endswith(b"\0\1")))
             for hashes in damaged:
-                for key in (k for k in keys if hashes[-1] in k):
-                    client.setrange(key, 600, b"\x5a\xa5\x5a\xa5")
+                for key in (k for k in keys if hash_tag(hashes[-1]) in k):
+                    client.setrange(key, 700, b"\x5a\xa5\x5a\xa5")
         fired: set[str] = set()
         faults = zip(incomplete, damaged, slow, strict=True)
         deadline_s = time.monotonic() + FIRES_WITHIN_S

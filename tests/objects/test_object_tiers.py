@@ -98,7 +98,7 @@ def test_what_a_tier_says_of_its_chunks(tier: Tier) -> None:
     objects.put(1, bytes(10_000))
     one, two = NAMES.chunk_key(key_of(1)), NAMES.chunk_key(key_of(2))
     result: FramesResult = objects.ask(tier.describe, [one, two])
-    frame = NAMES.frame(key_of(1), metadata_of(10_000), 3520)
+    frame = NAMES.frame(key_of(1), metadata_of(10_000), 3392)
     assert result == FramesResult(CallOutcome.DONE, [frame, None])
     assert tier.keys(NAMES.common, time.monotonic() + 10, 9) == (CallOutcome.DONE, [one])
     assert tier.keys(one, time.monotonic() + 10, 9) == (CallOutcome.DONE, [one])

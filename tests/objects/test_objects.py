@@ -280,8 +280,8 @@ def test_a_put_is_written_through_in_stripes(
     objects = make(disk, below)
     payload = bytes(range(250)) * 10
     written = objects.put(A, payload)
-    assert [len(view) for view in below.written[0].slots] == [896, 896, 708]
-    assert below.written[0].frame == NAMES.frame(A, metadata_of(2500), 896)
+    assert [len(view) for view in below.written[0].slots] == [1024, 1024, 452]
+    assert below.written[0].frame == NAMES.frame(A, metadata_of(2500), 1024)
     assert objects.end_write(below) == payload
     assert written == []
     assert objects.end_write(disk) == payload

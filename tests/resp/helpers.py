@@ -14,12 +14,13 @@ from queue import SimpleQueue
 from typing import Any
 
 from lmcache_redis.chunks.frame import ChunkFrame, stripe_payload_bytes
+from lmcache_redis.chunks.keys import hash_tag
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import key_stem, stripe_key
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
 from lmcache_redis.errors import RedisTimeout
 from lmcache_redis.resp import RedisOptions, RedisPlane
-from lmcache_redis.resp.bulk import End, MoveCall, Packed, Result
+from lmcache_redis.resp.bulk import End, MoveCall, Request, Result
 from lmcache_redis.resp.finder import ServerFinder
 from lmcache_redis.resp.lanes import Mover
 from lmcache_redis.resp.maps import ServerMap
@@ -40,7 +41,7 @@ GUARD = b"\xa5" * 64
 
 
 def chunk_key(number: int) -> bytes:
-    return STEM + number.to_bytes(32, "big")
+    return STEM + hash_tag(number.to_bytes(32, "big"))
 
 
 def first_key(number: int) -> bytes:
@@ -253,7 +254,7 @@ def our_connections(server: RedisServer) -> list[str]:
 
 
 def finish(
-    mover: Mover, connection: Connection, task: Packed, deadline: float, *, is_load: bool
+    mover: Mover, connection: Connection, task: Request, deadline: float, *, is_load: bool
 ) -> Result:
     """Have one stripe moved to its end; past the deadline the connection fails."""
     lanes = [mover.handle(connection)]

@@ -18,7 +18,7 @@ from tests.servers import RedisServer
 from tests.topologies import running_cluster
 
 pytestmark = pytest.mark.servers
-KEYS = [b"lmcr1:tenant:%d" % number for number in range(40)]
+KEYS = [b"lmcr2:tenant:%d" % number for number in range(40)]
 
 
 def add_up(

@@ -32,8 +32,8 @@ from lmcache_redis.resp.bulk import (
     End,
     MoveCall,
     Moved,
-    Packed,
     PythonMover,
+    Request,
     Result,
     StripeFailure,
     error_in,
@@ -46,7 +46,7 @@ from lmcache_redis.resp.net.wire import PING_COMMAND
 from lmcache_redis.tiers import ReadOutcome
 
 # In place of a SET that was sent.
-SENT: Packed = (b"", bytearray(HEADER_BYTES), memoryview(b""), b"")
+SENT: Request = (b"", bytearray(HEADER_BYTES), memoryview(b""), b"")
 ENDPOINT = Endpoint(Transport.TCP, "test", 1)
 PAYLOAD = 4096
 FIXTURES = [HealthCheck.function_scoped_fixture]
@@ -82,12 +82,12 @@ def reply_with(value: bytes) -> bytes:
 GOOD = reply_with(value_of(0, payload_of(0)))
 
 
-def to_load(index: int, slot: bytearray, frame: ChunkFrame = FRAME) -> Packed:
+def to_load(index: int, slot: bytearray, frame: ChunkFrame = FRAME) -> Request:
     expected = b"$%d\r\n" % (HEADER_BYTES + len(slot)) + frame.bare_header(index)
     return COMMAND, expected, memoryview(slot), b""
 
 
-def to_store(index: int, payload: bytes, frame: ChunkFrame = FRAME) -> Packed:
+def to_store(index: int, payload: bytes, frame: ChunkFrame = FRAME) -> Request:
     header = bytearray(frame.bare_header(index, STORE_ID, 99))
     view = memoryview(payload)
     if len(payload) <= SHORT_BYTES:
@@ -118,7 +118,7 @@ class Lanes:
 
     def load(
         self,
-        tasks: list[Packed],
+        tasks: list[Request],
         in_flight: int = 0,
         lanes: int | None = None,
         *,
@@ -133,7 +133,7 @@ class Lanes:
 
     def store(
         self,
-        tasks: list[Packed],
+        tasks: list[Request],
         in_flight: int = 0,
         lanes: int | None = None,
         *,
@@ -144,15 +144,15 @@ class Lanes:
         call = MoveCall(handles, tasks, in_flight, is_sending, True, until)
         return self._mover.move(call, is_load=False)
 
-    def load_one(self, task: Packed, in_flight: int = 0, verify: bool = True) -> Result:
+    def load_one(self, task: Request, in_flight: int = 0, verify: bool = True) -> Result:
         """The result of a task on the first lane; in_flight: 1 if it was sent."""
         return self._one(True, task, in_flight, verify)
 
-    def store_one(self, task: Packed, in_flight: int = 0) -> Result:
+    def store_one(self, task: Request, in_flight: int = 0) -> Result:
         """As `load_one`."""
         return self._one(False, task, in_flight, True)
 
-    def _one(self, is_load: bool, task: Packed, in_flight: int, verify: bool) -> Result:
+    def _one(self, is_load: bool, task: Request, in_flight: int, verify: bool) -> Result:
         is_sending = False
         until = time.monotonic() + 15.0
         while time.monotonic() < until:
@@ -184,7 +184,7 @@ def failure_of(result: Result) -> StripeFailure:
     return result
 
 
-def load_one(mover: Mover, reply: bytes, task: Packed, close: bool = False) -> tuple[Result, bool]:
+def load_one(mover: Mover, reply: bytes, task: Request, close: bool = False) -> tuple[Result, bool]:
     """What becomes of a stripe whose reply begins so; whether something was left unread."""
     with Lanes(mover, 1) as lanes:
         lanes.servers[0].sendall(reply)
@@ -266,7 +266,7 @@ def test_a_reply_that_stops_anywhere(mover: Mover, end: str) -> None:
     frame = frame_of(256, 1)
     payload = payload_of(0, 256)
     reply = reply_with(value_of(0, payload, frame))
-    first, last = len(b"$768\r\n") + HEADER_BYTES, len(reply) - 2
+    first, last = len(b"$896\r\n") + HEADER_BYTES, len(reply) - 2
     cuts = [*range(8), *range(8, first, 61), *range(first - 2, first + 3)]
     cuts += [*range(first + 3, last - 2, 11), *range(last - 2, len(reply))]
     for cut in cuts:
@@ -309,8 +309,8 @@ LINE = b"-ERR " + b"x" * 2000
         (LINE + b"\r\n", End.LINE, LINE),
         (b"$3\r\nabc\r\n", End.OTHER_LENGTH, b"abc"),
         (b"$0\r\n\r\n", End.OTHER_LENGTH, b""),
-        (b"$9000000\r\n" + GOOD[7:600], End.OTHER_LENGTH, GOOD[7:519]),
-        (b"$4607\r\n" + GOOD[7:], End.OTHER_LENGTH, GOOD[7:519]),
+        (b"$9000000\r\n" + GOOD[7:700], End.OTHER_LENGTH, GOOD[7:647]),
+        (b"$4735\r\n" + GOOD[7:], End.OTHER_LENGTH, GOOD[7:647]),
     ],
 )
 def test_other_replies(mover: Mover, reply: bytes, end: End, data: bytes) -> None:

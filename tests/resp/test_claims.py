@@ -213,12 +213,13 @@ def test_a_writer_is_not_held_up_by_its_own_claim(server: RedisServer, stack: Ex
     assert writer.counted() == {
         "stored_chunks": 2 * len(HASHES),
         "stored_bytes": 2 * len(HASHES) * FORM.chunk_bytes,
+        "plain_bytes": 2 * len(HASHES) * FORM.chunk_bytes,
     }
 
 
 def test_who_may_not_claim_stores_all_the_same(server: RedisServer, stack: ExitStack) -> None:
     """A user with rights for the keys of chunks alone."""
-    server.command("ACL", "SETUSER", "old", "reset", "on", f">{PASSWORD}", "+@all", "~lmcr1:0*")
+    server.command("ACL", "SETUSER", "old", "reset", "on", f">{PASSWORD}", "+@all", "~lmcr2:0*")
     writer = Writer(f"redis://old:{PASSWORD}@127.0.0.1:{server.port}", 1, stack)
     writer.store()
     assert writer.counted()["stored_chunks"] == len(HASHES)

@@ -14,6 +14,7 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest
 
 import lmcache_redis
+from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.resp.helpers import Chunk, read, running, write
 from tests.servers import RedisServer
@@ -78,7 +79,7 @@ def test_values_of_any_time_are_loaded(own_server: RedisServer) -> None:
             for key in chunk.stripe_keys():
                 value = bytearray(client.get(key))
                 struct.pack_into("<QQ", value, 160, created_unix_ms, 0)
-                struct.pack_into("<Q", value, 168, xxh3_64_intdigest(bytes(value[:512])))
+                struct.pack_into("<Q", value, 168, xxh3_64_intdigest(bytes(value[:HEADER_BYTES])))
                 client.set(key, bytes(value))
             loaded = Chunk(1, 10_000, 4096)
             assert read(plane, loaded) == [ReadOutcome.LOADED]

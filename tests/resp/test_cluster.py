@@ -57,20 +57,20 @@ def own_cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(tmp_path, stack)
 
 
-def test_one_chunk_lies_on_all_shards(cluster: Cluster) -> None:
-    stored = [Chunk(n, BIG + n, SLOT, seed=n) for n in range(10)]
+def test_a_chunk_lies_on_one_shard_and_many_on_all(cluster: Cluster) -> None:
+    stored = [Chunk(n, BIG + n, SLOT, seed=n) for n in range(30)]
     with running(cluster.url) as plane:
         assert set(write(plane, *stored)) == {WriteOutcome.STORED}
         for chunk in stored:
-            assert len({cluster.node_of(key).port for key in chunk.stripe_keys()}) == 3
+            assert len({cluster.node_of(key).port for key in chunk.stripe_keys()}) == 1
         on_nodes = keys_on(cluster.nodes)
-        assert sum(on_nodes) == 10 * stored[0].stripe_count
+        assert sum(on_nodes) == 30 * stored[0].stripe_count
         assert min(on_nodes) > sum(on_nodes) / 6
-        loaded = [Chunk(n, BIG + n, SLOT) for n in range(10)]
+        loaded = [Chunk(n, BIG + n, SLOT) for n in range(30)]
         assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
         assert [c.content for c in loaded] == [c.content for c in stored]
         assert plane.state.up
-        assert plane.stats().bytes_in == plane.stats().bytes_out == sum(BIG + n for n in range(10))
+        assert plane.stats().bytes_in == plane.stats().bytes_out == sum(BIG + n for n in range(30))
 
 
 def test_scans_and_clears_ask_every_shard(cluster: Cluster) -> None:
@@ -83,7 +83,7 @@ def test_scans_and_clears_ask_every_shard(cluster: Cluster) -> None:
         assert scan(plane, keys) == (CallOutcome.DONE, 150)
         assert exists(plane, keys).present == [n != 150 for n in range(200)]
         cluster.node_of(b"foreign").command("SET", "foreign", "x")
-        assert clear(plane, b"lmcr1:" + NAMESPACE)[:2] == (CallOutcome.DONE, 199)
+        assert clear(plane, b"lmcr2:" + NAMESPACE)[:2] == (CallOutcome.DONE, 199)
         assert sum(keys_on(cluster.nodes)) == 1
 
 
@@ -108,13 +108,13 @@ def test_what_moving_slots_have_is_missed_until_they_moved(own_cluster: Cluster)
         assert write(plane, chunk) == [WriteOutcome.STORED]
         target = own_cluster.add_node()  # nobody has told the plane of it
         own_cluster.begin_move(slot, source, target)
-        assert own_cluster.move_keys(slot, source, target, 10) == 1
+        assert own_cluster.move_keys(slot, source, target, 99) == chunk.stripe_count
         # The source answers ASK.
         loaded = Chunk(1, BIG, SLOT)
         assert read(plane, loaded) == [ReadOutcome.UNAVAILABLE]
         assert scan(plane, [chunk.key]) == (CallOutcome.UNAVAILABLE, 0)
         assert exists(plane, [chunk.key]).outcome is CallOutcome.UNAVAILABLE
-        assert refresh(plane, chunk).present == [None]
+        assert refresh(plane, chunk).outcome is CallOutcome.UNAVAILABLE
         assert remove(plane, chunk)[:2] == (CallOutcome.UNAVAILABLE, 0)
         assert plane.state.up
         # And now MOVED.
@@ -125,7 +125,7 @@ def test_what_moving_slots_have_is_missed_until_they_moved(own_cluster: Cluster)
         assert write(plane, again) == [WriteOutcome.STORED]
         assert read(plane, loaded) == [ReadOutcome.LOADED]
         assert loaded.content == again.content
-        assert target.command("DBSIZE") == 1
+        assert target.command("DBSIZE") == chunk.stripe_count
         assert scan(plane, [chunk.key]) == (CallOutcome.DONE, 1)
         assert remove(plane, chunk)[:2] == (CallOutcome.DONE, chunk.stripe_count)
         assert sum(keys_on(own_cluster.nodes)) == 0
@@ -194,15 +194,21 @@ def test_a_lost_shard_costs_only_its_chunks(own_cluster: Cluster) -> None:
 
 
 def test_a_removal_says_if_a_shard_was_not_asked(own_cluster: Cluster) -> None:
-    chunk = Chunk(1, BIG, SLOT, seed=1)
-    owners = [own_cluster.node_of(key) for key in chunk.stripe_keys()]
-    lost = next(node for node in own_cluster.nodes if node is not owners[0])
+    chunks = [Chunk(n, BIG, SLOT, seed=n) for n in range(10)]
+    lost = own_cluster.node_of(chunks[0].key)
     with running(own_cluster.url) as plane:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
         lost.kill()
         wait_until(lambda: "1 of 3 shards" in plane.state.reason)
-        others = chunk.stripe_count - owners.count(lost)
-        assert remove(plane, chunk)[:2] == (CallOutcome.UNAVAILABLE, others)
+        outcomes = set()
+        for chunk in chunks:
+            is_lost = own_cluster.node_of(chunk.key) is lost
+            removed = remove(plane, chunk, stripe_count=chunk.stripe_count)[:2]
+            assert removed == (
+                (CallOutcome.UNAVAILABLE, 0) if is_lost else (CallOutcome.DONE, chunk.stripe_count)
+            )
+            outcomes.add(removed[0])
+        assert len(outcomes) == 2
 
 
 def test_a_replica_takes_over(own_cluster: Cluster) -> None:
@@ -245,7 +251,7 @@ def test_a_url_of_the_other_kind_says_what_to_write(cluster: Cluster, server: Re
         assert "is no cluster: write redis:// instead" in plane.state.reason
         assert write(plane, Chunk(1, 3000, SLOT)) == [WriteOutcome.UNAVAILABLE]
         assert scan(plane, [chunk_key(1)]).outcome is CallOutcome.UNAVAILABLE
-        assert clear(plane, b"lmcr1:").outcome is CallOutcome.UNAVAILABLE
+        assert clear(plane, b"lmcr2:").outcome is CallOutcome.UNAVAILABLE
     with running(f"redis://127.0.0.1:{cluster.nodes[0].port}") as plane:
         assert WriteOutcome.UNAVAILABLE in write(plane, *(Chunk(n, BIG, SLOT) for n in range(3)))
         assert "redis+cluster://" in plane.state.reason

@@ -298,7 +298,7 @@ def test_a_scan_without_a_cursor_or_keys_is_malformed(reply: bytes) -> None:
         LyingServer(lambda words: reply if words[0] == b"SCAN" else None) as server,
         running(server.url) as plane,
     ):
-        found = plane.keys(b"lmcr1:", time.monotonic() + PATIENCE_S)
+        found = plane.keys(b"lmcr2:", time.monotonic() + PATIENCE_S)
         assert found == (CallOutcome.UNAVAILABLE, [])
         assert "malformed reply to SCAN" in plane.state.reason
 

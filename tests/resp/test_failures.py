@@ -89,7 +89,7 @@ def test_every_code_says_what_to_change_or_says_so_itself() -> None:
     [
         ("User ann has no permissions to run the 'get' command", "ACL SETUSER ann +get"),
         ("this user has no permissions to run the 'exists' command", "ACL SETUSER USER +exists"),
-        ("No permissions to access a key", "~PREFIXlmcr1:*"),
+        ("No permissions to access a key", "~PREFIXlmcr2:*"),
         ("not today", "`lmcache-redis doctor` tries each"),
     ],
 )

@@ -338,8 +338,8 @@ def test_a_read_only_replica_rejects_writes(own_server: RedisServer) -> None:
 
 # ------------------------------------------------------- cut and garbled replies
 
-# `$4608\r\n` + 512 bytes of header + 4096 of payload + CRLF.
-CUTS = [0, 1, 2, 5, 6, 7, 8, 9, 262, 518, 519, 520, 521, 2000, 4614, 4615, 4616]
+# `$4736\r\n` + 640 bytes of header + 4096 of payload + CRLF.
+CUTS = [0, 1, 2, 5, 6, 7, 8, 9, 262, 646, 647, 648, 649, 2000, 4742, 4743, 4744]
 
 
 def test_replies_cut_after_any_number_of_bytes(server: RedisServer, proxy: Proxy) -> None:
@@ -365,7 +365,7 @@ GARBAGE = [
     b"$nonsense\r\n",
     b"$99999999999999999999\r\n",
     b"\0" * 5000,
-    b"$4608\r\n" + b"x" * 4608 + b"zz",
+    b"$4736\r\n" + b"x" * 4736 + b"zz",
     b"$-1\r\n$-1\r\n",
 ]
 

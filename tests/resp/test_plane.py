@@ -172,7 +172,7 @@ def test_stripe_0_is_last_in_the_order_of_the_server(server: RedisServer) -> Non
             _, _, rest = line.partition(b'"SET" "')
             if rest:
                 key = rest.partition(b'" "LMCR')[0].decode("unicode_escape").encode("latin-1")
-                seen.append((int.from_bytes(key[-34:-2], "big"), int.from_bytes(key[-2:], "big")))
+                seen.append((int(key[-67:-3], 16), int.from_bytes(key[-2:], "big")))
     for chunk in chunks:
         order = [index for number, index in seen if number == chunk.number]
         assert order[-1] == 0
@@ -192,7 +192,7 @@ def test_a_plane_starts_without_a_server(tmp_path: Path) -> None:
         assert read(plane, chunk) == [ReadOutcome.UNAVAILABLE]
         assert write(plane, chunk) == [WriteOutcome.UNAVAILABLE]
         assert scan(plane, [b"k"]) == (CallOutcome.UNAVAILABLE, 0)
-        assert clear(plane, b"lmcr1:")[:2] == (CallOutcome.UNAVAILABLE, 0)
+        assert clear(plane, b"lmcr2:")[:2] == (CallOutcome.UNAVAILABLE, 0)
 
 
 def test_close_finishes_writes_and_cancels_the_rest(server: RedisServer) -> None:

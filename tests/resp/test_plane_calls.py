@@ -132,7 +132,7 @@ def test_calls_to_a_server_that_is_gone() -> None:
 
 def test_remove_and_clear(plane: RedisPlane, server: RedisServer) -> None:
     chunks = [Chunk(n, 10_000, SLOT, seed=n) for n in range(30)]
-    foreign = [b"other", b"lmcr1:" + b"\xff" * 16 + b"x", NAMESPACE]
+    foreign = [b"other", b"lmcr2:" + b"\xff" * 16 + b"x", NAMESPACE]
     with server.client() as client:
         client.mset(dict.fromkeys(foreign, b"x"))
     assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
@@ -140,7 +140,7 @@ def test_remove_and_clear(plane: RedisPlane, server: RedisServer) -> None:
     assert remove(plane, chunks[0])[:2] == (CallOutcome.DONE, each)
     keys = 29 * each
     assert server.command("DBSIZE") == keys + len(foreign)
-    assert clear(plane, b"lmcr1:" + NAMESPACE)[:2] == (CallOutcome.DONE, keys)
+    assert clear(plane, b"lmcr2:" + NAMESPACE)[:2] == (CallOutcome.DONE, keys)
     with server.client() as client:
         assert sorted(client.keys()) == sorted(foreign)
     with pytest.raises(ValueError, match="not the beginning"):
@@ -149,24 +149,24 @@ def test_remove_and_clear(plane: RedisPlane, server: RedisServer) -> None:
 
 def test_clear_takes_a_prefix_literally(plane: RedisPlane, server: RedisServer) -> None:
     namespace = b"[a-z]*?\\^" + b"n" * 7
-    ours = [b"p:lmcr1:" + namespace + b"%d" % n for n in range(2000)]
+    ours = [b"p:lmcr2:" + namespace + b"%d" % n for n in range(2000)]
     with server.client() as client:
         client.mset(dict.fromkeys(ours, b"x"))
-        client.set(b"p:lmcr1:b" + b"n" * 15, b"x")
-    assert clear(plane, b"p:lmcr1:" + namespace)[:2] == (CallOutcome.DONE, 2000)
+        client.set(b"p:lmcr2:b" + b"n" * 15, b"x")
+    assert clear(plane, b"p:lmcr2:" + namespace)[:2] == (CallOutcome.DONE, 2000)
     assert server.command("DBSIZE") == 1
 
 
 def test_a_clear_of_several_prefixes_is_one_walk(plane: RedisPlane, server: RedisServer) -> None:
     special = [bytes([each]) * 2 for each in b"[]^-*?\\\0\xff\r\n09az"]
-    prefixes = [b"lmcr1:" + each for each in special] + [b"lmcr1:longer"]
-    others = [b"lmcr1:" + bytes([a, b]) for a, b in itertools.pairwise(b"[]^-*?\\\0\xffaz9")]
+    prefixes = [b"lmcr2:" + each for each in special] + [b"lmcr2:longer"]
+    others = [b"lmcr2:" + bytes([a, b]) for a, b in itertools.pairwise(b"[]^-*?\\\0\xffaz9")]
     ours = [prefix + b"%d" % n for prefix in prefixes for n in range(200)]
     with server.client() as client:
-        client.mset(dict.fromkeys([*ours, *others, b"lmcr1:long"], b"x"))
+        client.mset(dict.fromkeys([*ours, *others, b"lmcr2:long"], b"x"))
         client.config_resetstat()
         assert clear(plane, *prefixes)[:2] == (CallOutcome.DONE, len(ours))
-        assert sorted(client.keys()) == sorted([*others, b"lmcr1:long"])
+        assert sorted(client.keys()) == sorted([*others, b"lmcr2:long"])
         scans = client.info("commandstats")["cmdstat_scan"]["calls"]
     assert scans < 3 * len(ours) / 512, "512 keys a step"
     with pytest.raises(ValueError, match="not the beginning"):
@@ -175,8 +175,8 @@ def test_a_clear_of_several_prefixes_is_one_walk(plane: RedisPlane, server: Redi
 
 def test_the_pattern_of_digests_matches_few_others(server: RedisServer) -> None:
     """What the server matches for nothing, it sends for nothing."""
-    prefixes = [b"lmcr1:" + hashlib.sha256(b"%d" % n).digest()[:16] for n in range(32)]
-    others = [b"lmcr1:" + hashlib.sha256(b"other %d" % n).digest() for n in range(5000)]
+    prefixes = [b"lmcr2:" + hashlib.sha256(b"%d" % n).digest()[:16] for n in range(32)]
+    others = [b"lmcr2:" + hashlib.sha256(b"other %d" % n).digest() for n in range(5000)]
     with server.client() as client:
         client.mset(dict.fromkeys([*prefixes, *others], b"x"))
         found = {*client.scan_iter(prefix_pattern(prefixes), count=1000)}

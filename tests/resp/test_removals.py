@@ -19,7 +19,7 @@ from tests.servers import RedisServer
 
 pytestmark = pytest.mark.servers
 
-KEYS = [b"mine:lmcr1:" + number.to_bytes(4, "big") * 10 for number in range(3000)]
+KEYS = [b"mine:lmcr2:" + number.to_bytes(4, "big") * 10 for number in range(3000)]
 
 
 class Listener:

@@ -32,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("both_ways")
 
 SLOT = 256
 SIZE = 2 * SLOT
-# `$768\r\n`, 512 bytes of header, 256 of payload, CRLF: long enough for the native extension.
-GET_REPLY_BYTES = 776
+# `$896\r\n`, 640 bytes of header, 256 of payload, CRLF: long enough for the native extension.
+GET_REPLY_BYTES = 904
 ROLES = {"get": GET_REPLY_BYTES, "set": len(b"+OK\r\n"), "control": len(b":1\r\n")}
 
 

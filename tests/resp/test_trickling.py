@@ -106,7 +106,7 @@ def connected(url: str, op_timeout_s: float = 30.0) -> Iterator[Connection]:
 
 
 def get(connection: Connection, payload: memoryview, deadline: float) -> None:
-    expected = value_head(512 + payload.nbytes) + bytes(512)
+    expected = value_head(640 + payload.nbytes) + bytes(640)
     task = (get_command(b"k"), expected, payload, b"")
     finish(PythonMover(), connection, task, deadline, is_load=True)
 
@@ -158,19 +158,19 @@ def test_an_acknowledgement_that_trickles(lying: Make, reply: bytes) -> None:
         connected(server.url) as connection,
     ):
         deadline = time.monotonic() + DEADLINE_S
-        task = (set_prefix(b"k", 1112), bytearray(512), memoryview(bytes(600)), b"\r\n")
+        task = (set_prefix(b"k", 1240), bytearray(640), memoryview(bytes(600)), b"\r\n")
         with over_in_time(), pytest.raises(RedisTimeout):
             finish(PythonMover(), connection, task, deadline, is_load=False)
 
 
-VALUE_HEAD = b"$%d\r\n" % (512 + 600)
+VALUE_HEAD = b"$%d\r\n" % (640 + 600)
 
 
 @pytest.mark.parametrize(
     "reply",
     [
         b"$11",
-        VALUE_HEAD + b"h" * 512,
+        VALUE_HEAD + b"h" * 640,
         b"$1000\r\n" + b"h" * 400,
         b"$9000000\r\n" + b"h" * 400,
         b"-ERR " + b"x" * 200,
@@ -195,7 +195,7 @@ def test_a_late_head_leaves_the_payload_the_rest(lying: Make) -> None:
         if words[0] != b"GET":
             return None
         time.sleep(1.6)
-        return VALUE_HEAD + b"h" * 512
+        return VALUE_HEAD + b"h" * 640
 
     with lying(answer) as server, connected(server.url) as connection:
         started = time.monotonic()
@@ -208,7 +208,7 @@ def test_a_server_that_reads_slowly(lying: Make) -> None:
     with lying(lambda words: None) as server, connected(server.url) as connection:
         server.reads_slowly = 16 << 10
         payload = memoryview(bytes(32 << 20))
-        task = (set_prefix(b"k", 512 + (32 << 20)), bytearray(512), payload, b"\r\n")
+        task = (set_prefix(b"k", 640 + (32 << 20)), bytearray(640), payload, b"\r\n")
         deadline = time.monotonic() + DEADLINE_S
         with over_in_time(), pytest.raises(RedisTimeout):
             finish(PythonMover(), connection, task, deadline, is_load=False)
@@ -309,8 +309,8 @@ def test_a_plane_without_a_map_ends_in_time(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reply"),
     [
-        (b"GET", b"$4608\r\n" + b"h" * 200),
-        (b"GET", b"$4608\r\n" + b"h" * 512),
+        (b"GET", b"$4736\r\n" + b"h" * 200),
+        (b"GET", b"$4736\r\n" + b"h" * 640),
         (b"GET", b"$46"),
         (b"SET", b"+"),
         (b"SET", b"-ERR x"),
@@ -382,7 +382,7 @@ def _check_call(plane: RedisPlane, name: bytes, caplog: pytest.LogCaptureFixture
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("name", [b"EXISTS", b"GET", b"SET", b"PING", b"CLIENT"])
 def test_a_plane_is_closed_in_the_middle_of_a_trickle(name: bytes) -> None:
-    trickles = only(name, answer=Trickle(b"$4608\r\n" + b"h" * 512))
+    trickles = only(name, answer=Trickle(b"$4736\r\n" + b"h" * 640))
     with LyingServer(trickles) as server:
         plane = RedisPlane(RedisOptions(server.url, op_timeout_s=60.0, connect_timeout_s=60.0))
         plane.start()

@@ -85,6 +85,6 @@ def test_checksums_can_be_left_out_to_measure_them(server: RedisServer) -> None:
     chunk, loaded = Chunk(1, 3000, SLOT, seed=1), Chunk(1, 3000, SLOT)
     with running(server.url) as plane, running(server.url, verify_checksums=False) as careless:
         assert write(plane, chunk) == [WriteOutcome.STORED]
-        server.command("SETRANGE", chunk.stripe_keys()[0], 600, b"damaged")
+        server.command("SETRANGE", chunk.stripe_keys()[0], 700, b"damaged")
         assert read(careless, loaded) == [ReadOutcome.LOADED]
         assert read(plane, loaded) == [ReadOutcome.CORRUPT]

@@ -25,7 +25,7 @@ from lmcache_redis.admin.sizes.families import (
     text_fields,
 )
 from lmcache_redis.chunks.frame import HEADER_BYTES, allocated_bytes, stripe_payload_bytes
-from lmcache_redis.chunks.keys import NAMESPACE_BYTES
+from lmcache_redis.chunks.keys import NAMESPACE_BYTES, hash_tag
 from lmcache_redis.chunks.names import Reach, key_stem, stripe_key
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import ConfigError
@@ -60,7 +60,8 @@ def stored_part(part_bytes: int, slot_bytes: int, model: str) -> StoredPart:
     payload = stripe_payload_bytes(part_bytes, slot_bytes)
     stripes = -(-part_bytes // payload)
     last = part_bytes - (stripes - 1) * payload
-    key = len(stripe_key(key_stem(bytes(NAMESPACE_BYTES), model, 0, len(_HASH)) + _HASH, 0))
+    stem = key_stem(bytes(NAMESPACE_BYTES), model, 0, len(_HASH))
+    key = len(stripe_key(stem + hash_tag(_HASH), 0))
     sizes = [payload + HEADER_BYTES] * (stripes - 1) + [last + HEADER_BYTES]
     memory = sum(map(allocated_bytes, sizes)) + stripes * (allocated_bytes(key) + _ENTRY_BYTES)
     return StoredPart(part_bytes, stripes, part_bytes + stripes * HEADER_BYTES, memory)

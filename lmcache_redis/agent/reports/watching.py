@@ -23,6 +23,7 @@ from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.lookups import letters_of
 from lmcache_redis.agent.peers import Peer, Reply
 from lmcache_redis.cache.threads import posting
+from lmcache_redis.chunks.keys import hash_in, hash_tag_bytes
 from lmcache_redis.chunks.names import PartNames
 from lmcache_redis.tier_kinds import HOST
 from lmcache_redis.tiers import CallOutcome, ExistsResult
@@ -65,9 +66,9 @@ class Journal:
     def note(self, key: bytes, tier: str, there: bool) -> None:
         """A chunk is in a tier, or not any more. Ignores chunks of others."""
         for nbytes, parts in self._parts.items():
-            part = parts.get(key[:-nbytes])
+            part = parts.get(key[: -hash_tag_bytes(nbytes)])
             if part is not None:
-                place = (part, tier, key[-nbytes:])
+                place = (part, tier, hash_in(key, nbytes))
                 self._changes.pop(place, None)
                 self._changes[place] = there
                 break

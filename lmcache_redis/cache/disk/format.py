@@ -3,15 +3,15 @@
 
 A first page, then exactly the payload. Little-endian:
 
-        0  512s  header of the chunk's stripe 0 (`lmcache_redis.chunks.frame`): the frame (layout
+        0  640s  header of the chunk's stripe 0 (`lmcache_redis.chunks.frame`): the frame (layout
                  fingerprint, hash, metadata, length, stripe size); its checksum covers the whole
                  payload
-      512  4s    magic b"LMCK"
-      516  u16   version, 2
-      518  u16   key bytes, n
-      520  u64   xxh3-64 of bytes 512 to 4,095, with these eight zero
-      528  n     chunk key: in Redis the key of its stripes, without the index
-    528+n        zeros
+      640  4s    magic b"LMCK"
+      644  u16   version, 3
+      646  u16   key bytes, n
+      648  u64   xxh3-64 of bytes 640 to 4,095, with these eight zero
+      656  n     chunk key: in Redis the key of its stripes, without the index
+    656+n        zeros
     4,096        payload
 
 A restart reads one page of each file. The page has the key because the file name has only the key's
@@ -19,7 +19,7 @@ digest. A file is named
 
     <aa>/<digest>-<sequence>.lmcr
 
-digest: BLAKE2b-160 of the chunk key with the personalization b"lmcr1.disk", in 40 hex digits; aa:
+digest: BLAKE2b-160 of the chunk key with the personalization b"lmcr2.disk", in 40 hex digits; aa:
 its first two. sequence: 16 hex digits, increasing with each write, so that no name is used twice
 and a late removal never removes a successor. While a file is being written its name ends in
 `.lmcr.tmp`.
@@ -39,6 +39,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.chunks.frame import HEADER_BYTES, STORE_ID_BYTES, ChunkFrame, describe_header
+from lmcache_redis.chunks.keys import hash_in, hash_tag
 from lmcache_redis.errors import FormatError
 
 PAGE_BYTES = 4096
@@ -50,7 +51,7 @@ TEMPORARY_SUFFIX = ".tmp"
 _KEY_HEAD = struct.Struct("<4sHHQ")
 _KEY_AT = HEADER_BYTES + _KEY_HEAD.size
 _MAGIC = b"LMCK"
-_VERSION = 2
+_VERSION = 3
 
 
 class StoredShape(NamedTuple):
@@ -76,7 +77,7 @@ class StoredShape(NamedTuple):
         """The frame of the chunk with this key, which ends with the chunk's hash."""
         return ChunkFrame(
             self.fingerprint,
-            key[-self.hash_bytes :],
+            hash_in(key, self.hash_bytes),
             self.chunk_bytes,
             self.stripe_payload_bytes,
             self.metadata,
@@ -107,7 +108,7 @@ def file_path(key: bytes, sequence: int) -> str:
 
 
 def key_digest(key: bytes) -> str:
-    return blake2b(key, digest_size=20, person=b"lmcr1.disk").hexdigest()
+    return blake2b(key, digest_size=20, person=b"lmcr2.disk").hexdigest()
 
 
 def disk_bytes(payload_bytes: int) -> int:
@@ -135,14 +136,14 @@ def parse_page(page: bytes) -> tuple[bytes, StoredShape]:
     """Key and cut of a file. Raises FormatError unless its first page is undamaged."""
     if len(page) != PAGE_BYTES:
         raise FormatError(f"it ends after {len(page)} bytes")
+    header = describe_header(page)  # of another version, the key lies elsewhere
     magic, version, key_bytes, _ = _KEY_HEAD.unpack_from(page, HEADER_BYTES)
     if magic == _MAGIC and version != _VERSION:
         raise FormatError(f"it is of version {version}, not {_VERSION}")
     key = page[_KEY_AT : _KEY_AT + key_bytes]
     if len(key) != key_bytes or page[HEADER_BYTES:] != _key_part(key):
         raise FormatError("its key is damaged")
-    header = describe_header(page)
-    if header.stripe_index != 0 or not key.endswith(header.chunk_hash):
+    if header.stripe_index != 0 or not key.endswith(hash_tag(header.chunk_hash)):
         raise FormatError("its header and its key name different chunks")
     return key, StoredShape(
         header.fingerprint,

@@ -33,7 +33,7 @@ WRITE_S = 5.0
 # The counters of an agent that a gateway's cache raises too.
 _TIER_COUNTERS = [
     f"{PREFIX}{name}_total"
-    for name in ("loaded_chunks", "loaded_bytes", "stored_chunks", "stored_bytes")
+    for name in ("loaded_chunks", "loaded_bytes", "stored_chunks", "stored_bytes", "plain_bytes")
 ]
 
 

@@ -21,12 +21,12 @@ _MOST_KNOWN = 64
 
 def named_epoch(weights_id: str | None) -> bytes:
     """The epoch of a ``weights_id``; the shared one for None."""
-    return b"" if weights_id is None else _digest(weights_id, b"lmcr1.epoch")
+    return b"" if weights_id is None else _digest(weights_id, b"lmcr2.epoch")
 
 
 def version_epoch(run: str, version: str) -> bytes:
     """The epoch of a weight version, which is unique within a training run."""
-    return _digest(json.dumps([run, version]), b"lmcr1.run")
+    return _digest(json.dumps([run, version]), b"lmcr2.run")
 
 
 def _digest(text: str, person: bytes) -> bytes:

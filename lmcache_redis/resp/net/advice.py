@@ -119,5 +119,5 @@ def missing_right(text: str) -> str:
         user = match["user"] if match["user"] not in (None, "this") else "USER"
         return f"ACL SETUSER {user} +{match['name'].lower()}"
     if _KEYS.search(text) is not None:
-        return "ACL SETUSER USER ~PREFIXlmcr1:*, PREFIX being --key-prefix"
+        return "ACL SETUSER USER ~PREFIXlmcr2:*, PREFIX being --key-prefix"
     return ""

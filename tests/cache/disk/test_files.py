@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 from lmcache_redis.cache.disk.files import LOCK_NAME, ChunkFiles, Scan, read_chunk
 from lmcache_redis.cache.disk.format import PAGE_BYTES, file_path, pack_page
 from lmcache_redis.chunks.frame import ChunkFrame, describe_header
-from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.chunks.keys import ObjectKey, hash_tag
 from lmcache_redis.chunks.names import TENSORS, key_stem
 from lmcache_redis.errors import FormatError
 from tests.cache.disk.directory import (
@@ -72,22 +72,23 @@ def is_served(path: Path) -> bool:
 def test_a_file_byte_by_byte(path: Path, directory: Path) -> None:
     raw = path.read_bytes()
     header = describe_header(raw)
-    assert header.fingerprint == TENSORS == blake2b(b"lmcr1.tensors", digest_size=32).digest()
+    assert header.fingerprint == TENSORS == blake2b(b"lmcr2.tensors", digest_size=32).digest()
     assert (header.stripe_index, header.stripe_count, header.payload_bytes) == (0, 4, 64)
     assert header.chunk_bytes == len(PAYLOAD)
     assert header.checksum == xxh3_64_intdigest(PAYLOAD)
     assert header.chunk_hash == KEY.chunk_hash
     assert header.metadata == METADATA
-    page = bytearray(raw[512:4096])
+    page = bytearray(raw[640:4096])
     magic, version, length, own = struct.unpack_from("<4sHHQ", page)
-    assert (magic, version, length) == (b"LMCK", 2, len(CHUNK_KEY))
+    assert (magic, version, length) == (b"LMCK", 3, len(CHUNK_KEY))
     assert page[16 : 16 + length] == CHUNK_KEY
-    assert key_stem(TENSORS[:16], "org/model", 0x0201_0201, 32) + KEY.chunk_hash == CHUNK_KEY
+    stem = key_stem(TENSORS[:16], "org/model", 0x0201_0201, 32)
+    assert stem + hash_tag(KEY.chunk_hash) == CHUNK_KEY
     assert not any(page[16 + length :])
     page[8:16] = bytes(8)
     assert own == xxh3_64_intdigest(page)
     assert raw[4096:] == PAYLOAD
-    digest = blake2b(CHUNK_KEY, digest_size=20, person=b"lmcr1.disk").hexdigest()
+    digest = blake2b(CHUNK_KEY, digest_size=20, person=b"lmcr2.disk").hexdigest()
     assert path == directory / digest[:2] / f"{digest}-0000000000000005.lmcr"
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -97,7 +98,7 @@ def test_a_file_of_another_version_is_removed(
 ) -> None:
     """Files of version 1 had another key, and so other names."""
     raw = bytearray(path.read_bytes())
-    struct.pack_into("<HHQ", raw, 516, 1, len(KEY.to_bytes()), 0)
+    struct.pack_into("<HHQ", raw, 644, 1, len(KEY.to_bytes()), 0)
     path.write_bytes(raw)
     assert not is_served(path)
     assert Scan(directory).found == []
@@ -105,14 +106,27 @@ def test_a_file_of_another_version_is_removed(
     assert "of version 1" in caplog.text
 
 
-@pytest.mark.parametrize("nbytes", [3568, 3569])
+def test_a_header_of_another_version_says_so(
+    path: Path, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The key was elsewhere: its place says nothing."""
+    raw = bytearray(path.read_bytes())
+    struct.pack_into("<H", raw, 4, 1)
+    raw[640:700] = bytes(60)
+    path.write_bytes(raw)
+    assert Scan(directory).found == []
+    assert not path.exists()
+    assert "of an unknown version" in caplog.text
+
+
+@pytest.mark.parametrize("nbytes", [3440, 3441])
 def test_a_key_fits_or_is_refused(directory: Path, nbytes: int) -> None:
     frame = ChunkFrame(TENSORS, b"h" * 32, 8, 8, metadata_of(8).serialize())
     files = ChunkFiles(directory)
     directory.mkdir()
-    key = b"k" * (nbytes - 32) + b"h" * 32
-    if nbytes == 3569:
-        with pytest.raises(OSError, match="at most 3568 bytes"):
+    key = b"k" * (nbytes - 66) + hash_tag(b"h" * 32)
+    if nbytes == 3441:
+        with pytest.raises(OSError, match="at most 3440 bytes"):
             files.write(key, 0, frame, memoryview(bytes(8)))
         assert files_in(directory) == []
         return
@@ -148,7 +162,7 @@ def test_every_byte_that_may_flip(path: Path, directory: Path) -> None:
         assert path.exists() == (at >= PAGE_BYTES)
 
 
-@pytest.mark.parametrize("at", [0, 60, 512, 2000, PAGE_BYTES, -1])
+@pytest.mark.parametrize("at", [0, 60, 640, 2000, PAGE_BYTES, -1])
 def test_a_damaged_chunk_is_a_miss_and_goes(
     open_tier: Callable[..., Disk], directory: Path, caplog: pytest.LogCaptureFixture, at: int
 ) -> None:
@@ -198,7 +212,7 @@ def test_a_header_and_a_key_of_two_chunks_are_no_chunk(path: Path, directory: Pa
     """Each is valid by itself."""
     raw = bytearray(path.read_bytes())
     other = NAMES.frame(key_of(1), METADATA, 64)
-    raw[:512] = pack_page(CHUNK_KEY, other, xxh3_64_intdigest(PAYLOAD))[:512]
+    raw[:640] = pack_page(CHUNK_KEY, other, xxh3_64_intdigest(PAYLOAD))[:640]
     path.write_bytes(raw)
     assert not is_served(path)
     assert Scan(directory).found == []

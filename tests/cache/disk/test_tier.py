@@ -21,6 +21,7 @@ from lmcache_redis.cache import blocking
 from lmcache_redis.cache.disk.files import ChunkFiles, Scan
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.chunks.frame import ChunkFrame
+from lmcache_redis.chunks.keys import hash_tag
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import key_stem
 from lmcache_redis.tiers import (
@@ -41,7 +42,7 @@ PREFIX = key_stem(b"n" * 16, "model", 0, 8)
 
 
 def key_of(number: int, prefix: bytes = PREFIX) -> bytes:
-    return prefix + number.to_bytes(8, "big")
+    return prefix + hash_tag(number.to_bytes(8, "big"))
 
 
 def payload_of(number: int) -> bytes:
@@ -214,7 +215,7 @@ def test_a_clear_takes_what_begins_so_and_nothing_else(tier: DiskTier, directory
     stored(tier, 1, 2, 300)
     write(tier, other := Job(1, key=key_of(1, others)))
     assert ended(other) == [[WriteOutcome.STORED]]
-    cleared = answer(lambda done: tier.clear([PREFIX + bytes(7)], math.inf, done))
+    cleared = answer(lambda done: tier.clear([PREFIX + hash_tag(bytes(7))[:-1]], math.inf, done))
     assert cleared == RemoveResult(CallOutcome.DONE, 2)
     assert len(files(directory)) == 2
     assert tier.lookup(key_of(300))

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers in fewer bytes, against a real server: written by some, read by all, sealed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+from xxhash import xxh3_64_intdigest
+
+from lmcache_redis.chunks.frame import HEADER_BYTES, add_checksums, describe_header
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.resp.codecs import Plain, Sealed, StripeIO, codec_of, element_bytes_of
+from lmcache_redis.seal import SealKeys
+from lmcache_redis.tiers import ReadOutcome, WriteOutcome
+from tests.fuzz.packed import elements_with
+from tests.resp.helpers import Answers, Chunk, read, running, write
+from tests.servers import RedisServer
+
+pytestmark = [pytest.mark.servers, pytest.mark.usefixtures("both_ways")]
+
+SLOT = 100_000
+SIZE = 5 * SLOT - 1001
+KEYS = SealKeys([bytes(32)])
+SEALED = pytest.mark.parametrize("keys", [None, KEYS], ids=["plain", "sealed"])
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Iterator[redis.Redis]:
+    with server.client() as client:
+        yield client
+
+
+def numbers(number: int, spread: int = 7) -> Chunk:
+    """A chunk of bf16 numbers in so wide a range."""
+    chunk = Chunk(number, SIZE, SLOT, seed=number)
+    for index, slot in enumerate(chunk.slots):
+        count = len(slot) // 2
+        highs = [112 + (n * n + index) % spread for n in range(count)]
+        slot[: 2 * count] = elements_with(highs, 2)
+    return chunk
+
+
+def empty(number: int) -> Chunk:
+    return Chunk(number, SIZE, SLOT)
+
+
+@SEALED
+def test_all_read_what_some_pack(
+    server: RedisServer, client: redis.Redis, keys: SealKeys | None
+) -> None:
+    chunks = [numbers(1), numbers(2, 40), Chunk(3, SIZE, SLOT, seed=3)]
+    with (
+        running(server.url, seal_keys=keys, compress="lossless") as packing,
+        running(server.url, seal_keys=keys) as plain,
+    ):
+        for writer in (packing, plain):
+            written, answers = [chunk.io() for chunk in chunks], Answers()
+            writer.store_all(written, answers)
+            assert answers.of(written) == [WriteOutcome.STORED] * 3
+            sizes = [sum(client.strlen(k) for k in c.stripe_keys()) for c in chunks]
+            stored = [size - HEADER_BYTES * chunks[0].stripe_count for size in sizes]
+            assert [each.stored_bytes for each in written] == stored
+            if writer is packing:
+                assert stored[0] < SIZE / 1.3
+                assert stored[0] < stored[1] < SIZE * 31 / 32
+                assert stored[2] == SIZE, "noise stays as it is"
+            else:
+                assert stored == [SIZE] * 3
+            for reader in (packing, plain):
+                loaded = [empty(n) for n in (1, 2, 3)]
+                assert read(reader, *loaded) == [ReadOutcome.LOADED] * 3
+                assert [each.content for each in loaded] == [each.content for each in chunks]
+        header = describe_header(client.get(chunks[0].stripe_keys()[0]))
+        assert (header.stored_bytes, header.element_bytes) == (header.payload_bytes, 0)
+
+
+@SEALED
+@pytest.mark.parametrize("at", [HEADER_BYTES, HEADER_BYTES + 40_000, -1, 177, 184, 300])
+def test_damage_is_a_miss(
+    server: RedisServer, client: redis.Redis, keys: SealKeys | None, at: int
+) -> None:
+    chunk = numbers(1)
+    with running(server.url, seal_keys=keys, compress="lossless") as plane:
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        key = chunk.stripe_keys()[2]
+        value = bytearray(client.get(key))
+        value[at] ^= 1
+        client.set(key, bytes(value))
+        assert read(plane, empty(1)) == [ReadOutcome.CORRUPT]
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        assert read(plane, loaded := empty(1)) == [ReadOutcome.LOADED]
+        assert loaded.content == chunk.content
+
+
+@pytest.mark.parametrize("stored", [b"\xff" * 9000, bytes(50_000)])
+def test_no_packed_form_is_a_miss(server: RedisServer, client: redis.Redis, stored: bytes) -> None:
+    """Somebody has stored it so, with the right checksums."""
+    chunk = numbers(1)
+    with running(server.url, compress="lossless") as plane:
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        key = chunk.stripe_keys()[1]
+        value = bytearray(client.get(key)[:HEADER_BYTES])
+        value[184:192] = len(stored).to_bytes(8, "little")
+        value[56:64] = xxh3_64_intdigest(stored).to_bytes(8, "little")
+        value[168:176] = bytes(8)
+        value[168:176] = xxh3_64_intdigest(bytes(value)).to_bytes(8, "little")
+        client.set(key, bytes(value) + stored)
+        assert read(plane, empty(1)) == [ReadOutcome.CORRUPT]
+
+
+def test_a_sealed_value_is_not_read_without_its_key(server: RedisServer) -> None:
+    with running(server.url, seal_keys=KEYS, compress="lossless") as sealed:
+        assert write(sealed, numbers(1)) == [WriteOutcome.STORED]
+        with running(server.url) as plain:
+            assert read(plain, empty(1)) == [ReadOutcome.NOT_OPENED]
+            assert write(plain, numbers(1)) == [WriteOutcome.STORED]
+        with running(server.url, compress="lossless") as packing:
+            assert write(packing, numbers(1)) == [WriteOutcome.STORED]
+        assert read(sealed, empty(1)) == [ReadOutcome.NOT_OPENED]
+
+
+@SEALED
+def test_a_value_that_was_received_apart(keys: SealKeys | None) -> None:
+    """As after a redirection."""
+    chunk, codec = numbers(1), codec_of(keys, True)
+    stripe = StripeIO.of(chunk.io(), 1)
+    header, stored = codec.pack(stripe, b"s" * 16, 1)
+    add_checksums(header, xxh3_64_intdigest(stored))
+    value = bytes(header) + bytes(stored)
+    assert len(value) < len(stripe.payload)
+    into = StripeIO.of(empty(1).io(), 1)
+    reader = codec_of(keys)
+    assert reader.place(into, value) == b"s" * 16
+    assert into.payload == stripe.payload
+    assert reader.place(into, value[:-1]) is ReadOutcome.CORRUPT
+    assert reader.place(into, value[:-1] + bytes((value[-1] ^ 1,))) is ReadOutcome.CORRUPT
+    assert reader.place(into, None) is ReadOutcome.INCOMPLETE
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("dtypes", "fmt", "nbytes"),
+    [
+        (["bfloat16"], MemoryFormat.PAGES, 2),
+        (["float16", "bfloat16"], MemoryFormat.KV_2LTD, 2),
+        (["float32"], MemoryFormat.PAGES, 4),
+        (["float8_e4m3fn"], MemoryFormat.PAGES, 1),
+        (["uint8"], MemoryFormat.PAGES, 2),
+        (["int8"], MemoryFormat.PAGES, 0),
+        (["float64"], MemoryFormat.PAGES, 0),
+        (["bfloat16", "float32"], MemoryFormat.PAGES, 0),
+        (["bfloat16"], MemoryFormat.BINARY, 0),
+        ([], MemoryFormat.BINARY_BUFFER, 0),
+    ],
+)
+def test_what_is_tried(dtypes: list[str], fmt: MemoryFormat, nbytes: int) -> None:
+    metadata = RemoteMetadata(64, [()] * len(dtypes), dtypes, fmt)
+    assert element_bytes_of(metadata.serialize()) == nbytes
+
+
+@pytest.mark.unit
+def test_what_is_off_takes_no_memory_and_no_turns() -> None:
+    assert Plain().together > 4 == Plain(True).together == Sealed(KEYS).together
+    with pytest.raises(ConfigError, match="choose one of off, lossless"):
+        RedisOptions("redis://h", compress="zstd")
+
+
+def test_a_plane_that_only_reads(server: RedisServer) -> None:
+    def loads(plane: RedisPlane) -> None:
+        assert read(plane, loaded := empty(1)) == [ReadOutcome.LOADED]
+        assert loaded.content == numbers(1).content
+
+    with running(server.url, compress="lossless") as plane:
+        assert write(plane, numbers(1)) == [WriteOutcome.STORED]
+    with running(server.url, get_connections=1) as plane:
+        loads(plane)
+    with running(server.url, verify_checksums=False) as plane:
+        loads(plane)

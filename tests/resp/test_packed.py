@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed payloads, by each mover: received beside the slot, verified, and unpacked into it."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import threading
+
+import pytest
+from xxhash import xxh3_64_intdigest
+
+from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, add_checksums, mark_packed
+from lmcache_redis.chunks.packing import pack
+from lmcache_redis.resp.bulk import SHORT_BYTES, End, Moved, Request, Result
+from lmcache_redis.resp.lanes import Mover
+from tests.fuzz.packed import elements_with
+from tests.resp.test_bulk import (
+    COMMAND,
+    STORE_ID,
+    Lanes,
+    failure_of,
+    frame_of,
+    load_one,
+    reply_with,
+    value_of,
+)
+from tests.resp.test_bulk import mover as mover
+
+GUARD = b"\xa5" * 64
+SMALL, LARGE = 10_001, 700_000
+
+
+def plain_of(nbytes: int, seed: int = 1) -> bytes:
+    """bf16 numbers of a narrow range."""
+    highs = random.Random(seed).choices(range(110, 122), k=nbytes // 2)
+    return elements_with(highs, 2) + b"x" * (nbytes % 2)
+
+
+def packed_of(plain: bytes) -> bytes:
+    room = bytearray(len(plain))
+    stored = bytes(room[: pack(plain, 2, room)])
+    assert len(stored) < 0.8 * len(plain)
+    return stored
+
+
+def packed_value(
+    stored: bytes, frame: ChunkFrame, index: int = 0, *, checksum: int | None = None
+) -> bytearray:
+    header = bytearray(frame.bare_header(index, STORE_ID, 1234))
+    mark_packed(header, 2, len(stored))
+    add_checksums(header, xxh3_64_intdigest(stored) if checksum is None else checksum)
+    return header + stored
+
+
+class Slot:
+    """A slot and room for what is packed, with guards around them."""
+
+    def __init__(self, frame: ChunkFrame, room_bytes: int | None = None) -> None:
+        self.nbytes = frame.stripe_payload_bytes
+        self._all = [
+            bytearray(GUARD + bytes(nbytes) + GUARD)
+            for nbytes in (self.nbytes, self.nbytes if room_bytes is None else room_bytes)
+        ]
+        self.slot, self.room = (memoryview(each)[len(GUARD) : -len(GUARD)] for each in self._all)
+        expected = b"$%d\r\n" % (HEADER_BYTES + self.nbytes) + frame.bare_header(0)
+        self.request: Request = (COMMAND, expected, self.slot, self.room)
+
+    def check_guards(self) -> None:
+        for each in self._all:
+            assert each[: len(GUARD)] == each[-len(GUARD) :] == GUARD
+
+
+def send_all(server: socket.socket, data: bytes, piece: int) -> threading.Thread:
+    def send() -> None:
+        for at in range(0, len(data), piece):
+            server.sendall(data[at : at + piece])
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("piece", [1 << 30, 200_000, 5_000])
+@pytest.mark.parametrize("nbytes", [SMALL, LARGE])
+def test_it_comes_back_in_its_slot(mover: Mover, nbytes: int, piece: int) -> None:
+    plain, frame = plain_of(nbytes), frame_of(nbytes)
+    into = Slot(frame)
+    with Lanes(mover, 1) as lanes:
+        for value in (packed_value(packed_of(plain), frame), value_of(0, plain, frame)):
+            into.slot[:] = bytes(nbytes)
+            thread = send_all(lanes.servers[0], reply_with(bytes(value)), piece)
+            assert lanes.load_one(into.request) == STORE_ID
+            thread.join()
+            assert into.slot == plain
+            assert lanes.connections[0]._is_quiet()
+    into.check_guards()
+
+
+@pytest.mark.parametrize("end", ["late", "lost"])
+def test_it_may_stop_anywhere(mover: Mover, end: str) -> None:
+    plain, frame = plain_of(SMALL), frame_of(SMALL)
+    reply = reply_with(bytes(packed_value(packed_of(plain), frame)))
+    head = reply.index(b"LMCR")
+    cuts = [*range(12), *range(12, head + HEADER_BYTES, 97), len(reply) // 2]
+    cuts += [*range(head + HEADER_BYTES - 2, head + HEADER_BYTES + 3), 4095, 4096, 4097]
+    cuts += [*range(len(reply) - 4, len(reply))]
+    for cut in cuts:
+        into = Slot(frame)
+        with Lanes(mover, 1) as lanes:
+            lanes.servers[0].sendall(reply[:cut])
+            if end == "lost":
+                lanes.servers[0].shutdown(socket.SHUT_WR)
+                assert failure_of(lanes.load_one(into.request))[0] == End.LOST
+                continue
+            assert lanes.load([into.request]) == Moved([0], [], 0)
+            lanes.servers[0].sendall(reply[cut:])
+            assert lanes.load_one(into.request, 1) == STORE_ID
+        assert into.slot == plain
+        into.check_guards()
+
+
+def ends(mover: Mover, value: bytes, into: Slot) -> Result:
+    result, _ = load_one(mover, reply_with(value), into.request)
+    into.check_guards()
+    return result
+
+
+@pytest.mark.parametrize("at", [0, 700, 5_000, -1])
+def test_what_is_damaged_is_not_unpacked(mover: Mover, at: int) -> None:
+    frame = frame_of(SMALL)
+    value = packed_value(packed_of(plain_of(SMALL)), frame)
+    stored = bytearray(value[HEADER_BYTES:])
+    stored[at] ^= 1
+    value[HEADER_BYTES:] = stored
+    assert ends(mover, bytes(value), Slot(frame)) == (End.MISMATCH, 0, value[:HEADER_BYTES])
+
+
+def test_no_packed_form_is_a_mismatch(mover: Mover) -> None:
+    """Its checksum is right: somebody has stored it so."""
+    frame, stored = frame_of(SMALL), packed_of(plain_of(SMALL))
+    for wrong in (stored[:-1], stored + b"\0", b"\xff" * 9_000, bytes(9_000)):
+        value = bytes(packed_value(wrong, frame))
+        assert ends(mover, value, Slot(frame)) == (End.MISMATCH, 0, value[:HEADER_BYTES])
+
+
+def test_what_was_not_asked_for_ends_the_connection(mover: Mover) -> None:
+    plain = plain_of(SMALL)
+    frame, stored = frame_of(SMALL), packed_of(plain_of(SMALL))
+    good = packed_value(stored, frame)
+
+    def changed(at: int, data: bytes) -> bytes:
+        value = bytearray(good)
+        value[at : at + len(data)] = data
+        value[168:176] = bytes(8)
+        value[168:176] = xxh3_64_intdigest(bytes(value[:HEADER_BYTES])).to_bytes(8, "little")
+        return bytes(value)
+
+    others = {
+        "another stripe": bytes(packed_value(stored, frame, 1)),
+        "another chunk": bytes(packed_value(stored, frame_of(SMALL, 4))),
+        "codec": changed(176, b"\2"),
+        "plain": changed(176, bytes(8)),
+        "element bytes": changed(177, b"\3"),
+        "zeros": changed(183, b"\1"),
+        "another length": changed(184, struct.pack("<Q", len(stored) - 1)),
+        "sealed": changed(28, b"\1"),
+        "a damaged header": bytes(good[:400] + b"?" + good[401:]),
+        "short": bytes(packed_value(stored[:SHORT_BYTES], frame)),
+    }
+    for what, value in others.items():
+        result = ends(mover, value, Slot(frame))
+        assert result == (End.OTHER_LENGTH, 0, value[:HEADER_BYTES]), what
+    value = bytes(good)
+    for room_bytes in (0, len(stored) - 1):
+        assert ends(mover, value, Slot(frame, room_bytes)) == (
+            End.OTHER_LENGTH, 0, value[:HEADER_BYTES]
+        )  # fmt: skip
+    assert ends(mover, value, Slot(frame, len(stored))) == STORE_ID
+    # A packed header before as many bytes as a plain payload has.
+    value = changed(184, struct.pack("<Q", SMALL))[:HEADER_BYTES] + plain
+    assert failure_of(ends(mover, value, Slot(frame)))[0] == End.MISMATCH
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_bytes_behind_it_are_garbage(mover: Mover, size: int) -> None:
+    frame = frame_of(size)
+    value = bytes(packed_value(packed_of(plain_of(size)), frame))
+    reply = b"$%d\r\n%bxx" % (len(value), value)
+    into = Slot(frame)
+    with Lanes(mover, 1) as lanes:
+        thread = send_all(lanes.servers[0], reply, 1 << 30)
+        assert failure_of(lanes.load_one(into.request))[0] == End.GARBAGE
+        thread.join()
+    into.check_guards()
+
+
+def test_many_share_a_room(mover: Mover) -> None:
+    """Replies arrive one by one."""
+    frame = frame_of(LARGE)
+    plains = [plain_of(LARGE, seed) for seed in range(3)]
+    slots = [Slot(frame) for _ in plains]
+    requests = [(*each.request[:3], slots[0].room) for each in slots]
+    with Lanes(mover, 3) as lanes:
+        threads = [
+            send_all(server, reply_with(bytes(packed_value(packed_of(plain), frame))), 90_000)
+            for server, plain in zip(lanes.servers, plains, strict=True)
+        ]
+        done: list[Result] = []
+        in_flight = 0
+        while len(done) < 3:
+            moved = lanes.load(requests[len(done) :], in_flight)
+            done += moved.done
+            in_flight += len(moved.lanes) - len(moved.done)
+            lanes.handles = lanes.handles[len(moved.done) :]
+        for thread in threads:
+            thread.join()
+    assert done == [STORE_ID] * 3
+    assert [bytes(each.slot) for each in slots] == plains
+
+
+def test_a_read_only_room_is_refused(mover: Mover) -> None:
+    frame = frame_of(SMALL)
+    request = (*Slot(frame).request[:3], bytes(SMALL))
+    value = bytes(packed_value(packed_of(plain_of(SMALL)), frame))
+    with pytest.raises((BufferError, TypeError)):
+        load_one(mover, reply_with(value), request)
