@@ -11,7 +11,15 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from demo.report import Result, answer_table, saved, time_table, write_plot, write_results
+from demo.report import (
+    Result,
+    Stored,
+    answer_table,
+    saved,
+    time_table,
+    write_plot,
+    write_results,
+)
 
 GOOD = Result(
     question="Who owns the shop?",
@@ -27,6 +35,7 @@ GOOD = Result(
 )
 
 
+STORED = Stored(stored_bytes=75_000_000, plain_bytes=100_000_000)
 BAD = dataclasses.replace(GOOD, warm_s=0.5, warm_answer=" Ben Hill")
 
 
@@ -84,11 +93,13 @@ def test_what_was_saved_is_tokens_and_seconds() -> None:
 
 
 def test_results_are_json_with_everything(tmp_path: Path) -> None:
-    document = json.loads(write_results(tmp_path, "a model", [GOOD, BAD]).read_text())
+    document = json.loads(write_results(tmp_path, "a model", STORED, [GOOD, BAD]).read_text())
     assert [each["identical"] for each in document["questions"]] == [True, False]
     assert document["identical"] is False
     assert document["loaded"] is True
     assert document["model"] == "a model"
+    assert document["stored_bytes"] == 75_000_000
+    assert "75 MB of KV: 25% smaller than the 100 MB" in str(STORED)
     assert document["questions"][0]["cold_answer"] == " Ada Baker"
 
 
