@@ -26,6 +26,9 @@ app = typer.Typer(
 )
 
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]
+CompressOption = Annotated[
+    bool, typer.Option("--compress", help="bfloat16 KV, beside the same with --compress lossless.")
+]
 RoundsOption = Annotated[int, typer.Option("--rounds", min=1, max=1000)]
 
 
@@ -283,13 +286,14 @@ def packing(
 def main_job(
     rounds: RoundsOption = 5,
     prompt_tokens: Annotated[int, typer.Option(min=512, max=32_768)] = 4097,
+    compress: CompressOption = False,
     output_dir: Annotated[Path, typer.Option(help="Logs and the model.")] = Path("bench-output"),
     json: JsonOption = None,
 ) -> None:
     """Time to first token of a real vLLM: cold, from the host pool, from Redis. Takes minutes."""
     from benchmarks import main_job as benchmark
 
-    rows = benchmark.run(output_dir, rounds, prompt_tokens)
+    rows = benchmark.run(output_dir, rounds, prompt_tokens, compress)
     _report(f"main job, prompts of {prompt_tokens} tokens", rows, json)
 
 
@@ -362,6 +366,7 @@ def slow_link(
     mbits: Annotated[str, typer.Option(help="A list of rates, from fast to slow.")] = (
         "10000,3000,1000,300,100,20"
     ),
+    compress: CompressOption = False,
     output_dir: Annotated[Path, typer.Option(help="Logs, the model and the plot.")] = Path(
         "bench-output"
     ),
@@ -375,7 +380,7 @@ def slow_link(
     from benchmarks import slow_link as benchmark
 
     rates = _sizes(mbits, "1000,100,20")
-    rows = benchmark.run(output_dir, rounds, prompt_tokens, rates)
+    rows = benchmark.run(output_dir, rounds, prompt_tokens, rates, compress)
     _report(f"slow link, prompts of {prompt_tokens} tokens", rows, json)
     plots.report(lambda: benchmark.plot(rows, output_dir / "slow-link.png"))
 
