@@ -11,6 +11,7 @@ It succeeds only if both engines gave the same answers and engine two really loa
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import importlib.util
 import math
@@ -58,6 +59,7 @@ _PROCESSES_BYTES = 2 * _GIB
 # A busy laptop may stall a process for a second. With the default deadlines that is a miss: right
 # in production, but it would fail the demo. The times shown include every such wait. A canary is
 # computed instead of loaded: one hit in a thousand, and the demo times hits.
+_CHUNK_TOKENS = 256
 _SETTINGS = {"op_timeout_s": 20, "lookup_deadline_s": 10, "canary_every": 0, "compress": "lossless"}
 
 
@@ -70,6 +72,9 @@ class _Plan:
     prompt_tokens: int  # at most, with its question
     max_tokens: int
     output_dir: Path
+    # Of a step of the engines: the whole chunks of a prompt. Both engines then compute its end
+    # in a step of one length: bfloat16 rounds otherwise in steps of other lengths.
+    step_tokens: int = 0
 
     @property
     def prompt_bytes(self) -> int:
@@ -120,7 +125,10 @@ def run_demo(
     model = _model(console, output_dir)
     plan = _Plan(model, prompts, prompt_tokens * 11 // 10 + _REST_TOKENS, max_tokens, output_dir)
     _check_memory(plan)
-    asked = make_guides(prompts, prompt_tokens, _tokens_of(model))
+    count_tokens = _tokens_of(model)
+    asked = make_guides(prompts, prompt_tokens, count_tokens)
+    whole = min(map(count_tokens, _as_rendered(model, asked))) // _CHUNK_TOKENS * _CHUNK_TOKENS
+    plan = dataclasses.replace(plan, step_tokens=whole)
     with ended_in_order():
         stored, results = _measure(console, plan, asked, metrics)
     console.print(answer_table(results))
@@ -150,6 +158,19 @@ def _tokens_of(model: DemoModel) -> Callable[[str], int]:
 
     tokenizer = Tokenizer.from_file(str(model.directory / "tokenizer.json"))
     return lambda text: len(tokenizer.encode(text).ids)
+
+
+def _as_rendered(model: DemoModel, asked: Sequence[str]) -> list[str]:
+    """The prompts that the server makes of questions."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model.directory)
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+        )
+        for text in asked
+    ]
 
 
 def _measure(
@@ -246,6 +267,7 @@ def _engine(
 ) -> Iterator[ApiServer]:
     log_path = plan.output_dir / log_name
     words = ["--dtype", plan.model.dtype, "--max-model-len", str(MAX_TOKENS)]
+    words += ["--max-num-batched-tokens", str(plan.step_tokens)]
     if _on_gpu():
         words += ["--gpu-memory-utilization", "0.5"]
     env = {"VLLM_CPU_KVCACHE_SPACE": str(plan.engine_kv_gib)}
