@@ -259,14 +259,16 @@ def packing(
     moved_mib: Annotated[int, typer.Option(min=1, help="Moved per measurement.")] = 256,
     dtypes: Annotated[str | None, typer.Option(help="A list of dtypes. Default: all.")] = None,
     layers: Annotated[
-        bool, typer.Option("--layers", help="Ratios of each layer, in the first dtype.")
+        bool, typer.Option("--layers", help="Ratios of each layer, in the first dtype; a plot.")
     ] = False,
+    output_dir: Annotated[Path, typer.Option(help="The plot.")] = Path("bench-output"),
     json: JsonOption = None,
 ) -> None:
     """Packed payloads of SmolLM2's KV: how much shorter, and how fast beside a copy.
 
     Takes a minute or two.
     """
+    from benchmarks import plots
     from benchmarks.packing import run as benchmark
 
     chosen = _names(dtypes or ",".join(benchmark.DTYPES), benchmark.DTYPES)
@@ -277,6 +279,8 @@ def packing(
         by_layer = benchmark.layer_rows(caches[chosen[0]], chosen[0])
         show(f"plain bytes of one stored byte, {chosen[0]}", by_layer)
         rows = [*rows, *by_layer]
+        path = output_dir / "packing.svg"
+        plots.report(lambda: benchmark.plot(by_layer, chosen[0], path))
     speeds = benchmark.speed_rows(caches, rounds, moved_mib)
     show("plain bytes, one core", speeds)
     write_json(json, [*rows, *speeds])
