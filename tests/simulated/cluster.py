@@ -29,7 +29,9 @@ _REQUESTS_S = 40.0
 
 
 class Cluster:
-    """Attributes: links: by identity. memories: by number. dead: processes that have ended."""
+    """Attributes: links: by identity. memories: by number. dead: processes that have ended.
+    differing: the share of canaries that find other KV.
+    """
 
     def __init__(self, seed: int) -> None:
         self.world = world = World(seed)
@@ -45,14 +47,21 @@ class Cluster:
         self.is_quiet = False
         self.quiets = 0
         self.excused_until_s = 0.0
-        self._faults: list[Callable[[], None]] = [
-            *[self._tier_fault] * 6,
-            *[self._others] * 4,
-            *[self._engine_fault] * 3,
-            self._copy_fault,
-            self._mischief,
-            self._agent_ends,
+        self.differing = world.random.choice([0.0, 0.05, 0.3])
+        self._request_s = world.random.choice([0.02, 0.05])
+        self._copy_s = world.random.choice([0.001, 0.003, 0.03])
+        # Each seed has its own mixture: what is rare in one is frequent in another.
+        usual: list[tuple[Callable[[], None], int]] = [
+            (self._tier_fault, 6),
+            (self._others, 4),
+            (self._engine_fault, 3),
+            (self._copy_fault, 1),
+            (self._mischief, 1),
+            (self._agent_ends, 1),
         ]
+        self._faults = [
+            fault for fault, weight in usual for _ in range(weight * world.random.choice([0, 1, 3]))
+        ] or [self._mischief]
 
     def run(self, events: int) -> str:
         """Raises `Violation`; the digest of the trace, else."""
@@ -88,7 +97,8 @@ class Cluster:
                 link.lost()
 
     def _start_host(self) -> None:
-        self.host = Host(self.world, self.config, self.tiers, self.links)
+        ends = partial(self.excuse_all, "the agent ends")
+        self.host = Host(self.world, self.config, self.tiers, self.links, self._copy_s, ends)
 
     def _begin(self) -> None:
         while len(self.engines) < ENGINES:
@@ -112,7 +122,7 @@ class Cluster:
         if len(engine.requests) < 6:
             name = f"request {next(self.numbers)}"
             engine.start(Asking(engine, name).run())
-        world.after(world.soon(0.05), self._next_request)
+        world.after(world.soon(self._request_s), self._next_request)
 
     # ---------------------------------------------------------------- what befalls them
 
@@ -140,7 +150,7 @@ class Cluster:
             tier.lose(tier.some_keys(1 << 10 if world.chance(0.2) else 5))
         else:
             odd = world.random.choice(ODD)
-            tier.odd |= dict.fromkeys(tier.some_keys(5), odd)
+            tier.odd |= dict.fromkeys(tier.some_keys(80), odd)
         if what in (0, 4) and world.chance(0.3):
             self.excuse_all("what it had is lost")
         world.after(world.soon(2.0), tier.heal)
@@ -179,6 +189,7 @@ class Cluster:
             engine.scheduler.ask(m.Clear(0), lambda answer: None)
         else:
             engine.scheduler.ask(m.Trust(0), lambda answer: None)
+            engine.scheduler.ask(m.Why(0, "request"), lambda answer: None)
 
     def _mischief(self) -> None:
         mischief(self.world.random.choice(self.engines))
@@ -191,7 +202,6 @@ class Cluster:
         self.world.after(self.world.soon(1.0), copies.heal)
 
     def _agent_ends(self) -> None:
-        self.excuse_all("the agent ends")
         self.host.has_crashed = self.world.chance(0.5)
         if not self.host.has_crashed:
             self.host.service.stop()

@@ -17,8 +17,6 @@ from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import DeviceError, GpuLost
 from tests.simulated.world import Action, World, scribble
 
-COPY_S = 0.002
-
 
 class Memory:
     """A worker's KV cache. awaited: blocks that a retrieve may fill, by group; failed: whose copies
@@ -118,7 +116,7 @@ class SimulatedCopies:
             very long.
     """
 
-    def __init__(self, world: World, threads: int) -> None:
+    def __init__(self, world: World, threads: int, copy_s: float) -> None:
         self.lost: GpuLost | None = None
         self.heal()
         self.running: dict[object, tuple[Copy, Report]] = {}
@@ -127,6 +125,7 @@ class SimulatedCopies:
         self.closing = SimpleNamespace(overdue=lambda now_s: "")
         self._world = world
         self._threads = threads
+        self._copy_s = copy_s
         self._queues: dict[str, deque[tuple[Copy, Report, float]]] = {}
         self._busy: dict[str, int] = {}
         self._ends: list[Action] = []
@@ -154,12 +153,12 @@ class SimulatedCopies:
 
         def close() -> None:
             if device.in_progress:
-                self._world.after(COPY_S, close)
+                self._world.after(self._copy_s, close)
                 return
             self.open_closes -= 1
             report(CopyOutcome.DONE)
 
-        self._world.after(self._world.soon(COPY_S), close)
+        self._world.after(self._world.soon(self._copy_s), close)
 
     def drop_late(self) -> None:
         now_ns = self._world.now_s * 1e9
@@ -199,7 +198,7 @@ class SimulatedCopies:
         copy, report, _ = queue.popleft()
         me = object()
         self.running[me] = copy, report
-        took_s = 20.0 if world.chance(self.hung) else world.soon(COPY_S)
+        took_s = 20.0 if world.chance(self.hung) else world.soon(self._copy_s)
         world.after(took_s, lambda: self._run(name, me))
 
     def _run(self, name: str, me: object) -> None:
@@ -228,7 +227,7 @@ class SimulatedCopies:
             report(outcome)
             self._begin(name)
 
-        self._world.after(self._world.soon(COPY_S) if ends else 0.0, end)
+        self._world.after(self._world.soon(self._copy_s) if ends else 0.0, end)
 
 
 def _entries(report: Callable[..., Any]) -> list[Entry]:

@@ -47,6 +47,7 @@ class Model(NamedTuple):
 FULL, WINDOW, STATE = Reach(), Reach("window", 12), Reach("state")
 MODELS = [
     Model("one", [(3072, FULL)]),
+    Model("one", [(1536, FULL)]),
     Model("gpu", [(3072, FULL)], device="cuda"),
     Model("two", [(1024, FULL)], ranks=2, device="cuda"),
     Model("equal", [(1536, FULL)], ranks=2, shares=True),

@@ -8,7 +8,7 @@ import logging
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -51,6 +51,7 @@ def config_of(world: World) -> AgentConfig:
         warm_bytes=choose([0, 0, 100_000]),
         lookup_deadline_s=choose([0.5, 2.0]),
         session_timeout_s=20.0,
+        copy_threads=choose([1, 2]),
         store_after=choose([1, 1, 2]),
         canary_every=5,
         tenant_bytes=choose([None, "*=200000"]),
@@ -69,22 +70,30 @@ class _Monitor:
 class Host:
     """One agent's process, from its start to its end. Is its socket, and its poller.
 
-    links: by identity, who is told answers.
+    links: by identity, who is told answers. copy_s: of a copy. on_stop: it promises nothing more.
     """
 
     def __init__(
-        self, world: World, config: AgentConfig, tiers: Sequence[SimulatedTier], links: Any
+        self,
+        world: World,
+        config: AgentConfig,
+        tiers: Sequence[SimulatedTier],
+        links: Any,
+        copy_s: float,
+        on_stop: Callable[[], None],
     ) -> None:
         self.inbox: deque[list[bytes]] = deque()
         self.has_crashed = False
         self.tiers = tiers
         self._world = world
         self._links = links
+        self._on_stop = on_stop
         self.arena = Arena(config.pool_bytes, config.slot_bytes)
         more = [Backing(each, DISK, config.write_queue_limit_bytes) for each in tiers[:-1]]
         redis: Any = tiers[-1]
+        redis.probed_at_s = world.now_s + world.soon(0.1)
         agent = Agent.of(config, self.arena, redis, more, world.now)
-        self.copies = SimulatedCopies(world, config.copy_threads)
+        self.copies = SimulatedCopies(world, config.copy_threads, copy_s)
         copies: Any = self.copies
         self.agent = replace(agent, copies=copies)
         router: Any = self
@@ -145,6 +154,7 @@ class Host:
         """As `agent.main` does it: nothing is pinned at the end."""
         agent, world = self.agent, self._world
         world.note("stops")
+        self._on_stop()
         self.service.drain(world.now_s + _DRAIN_S)
         self.copies.close()
         while self.copies.running or self.copies.open_closes:

@@ -78,7 +78,9 @@ class Asking:
         end = self._first + hit
         if self._units(end) > engine.cluster.host.arena.capacity:
             request.excuse("it is larger than the pool")
-        compares = compares or bool(hit and not self._first and world.chance(0.1))
+        compares = compares or bool(
+            hit and not self._first and world.chance(0.1 + engine.cluster.differing)
+        )
         if world.chance(0.1):
             yield world.pause(world.random.uniform(0.0, 20.0))  # it is preempted
         if world.now_s - asked_s > 15.0:
@@ -246,7 +248,7 @@ class Asking:
         if not held:
             return
         lease_s = world.random.choice([0.005, 0.05, 5.0, 30.0])
-        differs = kind is m.Compare and lease_s < 10.0 and world.chance(0.05)
+        differs = kind is m.Compare and lease_s < 10.0 and world.chance(engine.cluster.differing)
         if differs:
             engine.cluster.excuse_all("a canary has differed", lease_s + 1.0)
         for each in held:
@@ -263,22 +265,25 @@ class Asking:
         self, kind: type[m.Store], held: _Held, lease_s: float, resume: Resume
     ) -> None:
         """Frees the blocks when the answer is there, or when the lease has expired."""
+        world = self._world
+        named: Any = {"client_named": world.random.choice([0, 0, 1])} if kind is m.Compare else {}
         question = kind(
             0,
             self._request.name,
             tuple(self._request.hashes[each] for each in held.chunks),
             tuple(held.block_ids),
-            int((self._world.now_s + lease_s) * 1e9),
+            int((world.now_s + lease_s) * 1e9),
             self._after,
             held.group,
             self._tenant,
+            **named,
         )
 
         def over(answer: Any) -> None:
             held.memory.give_back(held.group, held.block_ids)
             resume(answer)
 
-        expired = self._world.pause(lease_s + 1e-6)
+        expired = world.pause(lease_s + 1e-6)
         first_of([partial(held.link.ask, question), expired])(over)
 
     def _store_elsewhere(self, chunks: range) -> None:

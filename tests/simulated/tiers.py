@@ -30,8 +30,6 @@ from lmcache_redis.tiers import (
 )
 from tests.simulated.world import Event, World, content, scribble
 
-BYTES_PER_S = 4e6
-LATENCY_S = 0.001
 ODD = [each for each in ReadOutcome if each not in (ReadOutcome.LOADED, ReadOutcome.CANCELLED)]
 KEPT_CHUNKS = 400
 
@@ -40,6 +38,7 @@ class SimulatedTier(MemoryTier):
     """A Redis, or with an index a disk. What it keeps outlives the agent.
 
     Attributes:
+        probed_at_s: it is not known before whether it is up.
         slower: how many times. silent_until_s: nothing is answered. refuses: writes, with this.
         odd: how reads of a key end.
     """
@@ -50,6 +49,9 @@ class SimulatedTier(MemoryTier):
         self.removals = SimpleNamespace(
             listen=self._listen, stop=lambda: self._listen(None, None), why_silent=""
         )
+        self.bytes_per_s = world.random.choice([4e5, 4e6, 4e7])
+        self.latency_s = world.random.choice([0.0003, 0.003, 0.03])
+        self.probed_at_s = 0.0
         self.slower = 1.0
         self.silent_until_s = 0.0
         self.refuses: WriteOutcome | None = None
@@ -65,7 +67,8 @@ class SimulatedTier(MemoryTier):
         errors: tuple[LastError, ...] = ()
         if self.silent_until_s > self._world.now_s:
             errors = (LastError(Operation.LOAD, "silent", 1, self._world.now_s, True),)
-        return PlaneState(not self.reason, True, self.reason, errors)
+        is_probed = self._world.now_s >= self.probed_at_s
+        return PlaneState(not self.reason, is_probed, self.reason, errors)
 
     # What happens to it
 
@@ -239,9 +242,9 @@ class SimulatedTier(MemoryTier):
             ended(cancelled)
 
         world = self._world
-        took_s = job.frame.chunk_bytes / BYTES_PER_S * self.slower
+        took_s = job.frame.chunk_bytes / self.bytes_per_s * self.slower
         self._free_s = max(self._free_s, world.now_s) + took_s
-        due_s = self._free_s + world.soon(LATENCY_S)
+        due_s = self._free_s + world.soon(self.latency_s)
         if self.silent_until_s > world.now_s:
             due_s = job.deadline
         due_s = max(world.now_s, min(due_s, job.deadline)) if not self.reason else world.now_s
@@ -254,7 +257,7 @@ class SimulatedTier(MemoryTier):
         elif self.silent_until_s > world.now_s:
             world.at(deadline_s, call)
         else:
-            delay_s = world.soon(LATENCY_S * self.slower)
+            delay_s = world.soon(self.latency_s * self.slower)
             world.at(max(world.now_s, min(world.now_s + delay_s, deadline_s)), call)
 
     def _unsure(self, done: Done[ExistsResult]) -> Done[ExistsResult]:
