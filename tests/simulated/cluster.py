@@ -185,7 +185,6 @@ class Cluster:
             if link.is_ready:
                 engine.unregister(link, lambda answer: link.is_ready and engine.register(link))
         elif what == 4:
-            self.excuse_all("all chunks are cleared")
             engine.scheduler.ask(m.Clear(0), lambda answer: None)
         else:
             engine.scheduler.ask(m.Trust(0), lambda answer: None)

@@ -318,6 +318,8 @@ class Engine:
         violated = self.world.violated
         if isinstance(answer, m.Failure):
             return
+        if isinstance(question, m.Clear):
+            self.cluster.excuse_all("chunks are cleared")
         if isinstance(question, m.Lookup) and isinstance(answer, m.LookupResult):
             is_late = self.silent_until_s > self.world.now_s - 2 * took_s
             hit = answer.hit_chunks

@@ -202,6 +202,15 @@ class Host:
         for entry, count in holders.items():
             if entry.pins < count or entry not in there:
                 raise Violation(f"{count} hold {entry!r}")
+        counts = [
+            *(queue.queued_bytes for queue in agent.cache.queues),
+            *(rate.in_flight_bytes for rate in agent.cache.rates),
+            *(queue.schedule.rate.in_flight_bytes for queue in agent.cache.queues),
+            *(session.busy for session in agent.sessions),
+            agent.peers.mapping,
+        ]
+        if min(counts) < 0:
+            raise Violation(f"a count is below zero: {counts}")
         if self._world.violations:
             raise Violation("; ".join(self._world.violations))
 
@@ -230,6 +239,14 @@ class Host:
             "bytes that are written": sum(
                 each.schedule.rate.in_flight_bytes for each in cache.queues
             ),
+            "questions that wait for loads": sum(len(each._waiting) for each in cache.rates),
+            "wrong chunks": sum(len(each.doubted.wrong) for each in cache.queues),
+            "claims to give back": sum(len(each.schedule.claims._ended) for each in cache.queues),
+            "sweeps": sum(each._is_sweeping for each in cache.clears._sweeps),
+            "peers": len(agent.peers) - len(self._links),
+            "prompts to be computed": sum(len(each.computing._answered) for each in agent.peers),
+            "unmapped memory": len(self.service._handlers._registering._closing),
+            "what waits for that": len(self.service._handlers._registering._after_closing),
             "timers": sum(1 for *_, timer in agent.loop._heap if timer.action is not None) - 3,
         }
         if left := {what: count for what, count in counts.items() if count}:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from lmcache_redis import messages as m
 from lmcache_redis import transport
 from lmcache_redis.chunks.frame import ChunkFrame
+from lmcache_redis.chunks.names import Reach
 from lmcache_redis.tiers import ChunkIO
 from tests.simulated.copies import Memory
 from tests.simulated.engines import (
@@ -78,6 +79,8 @@ class Asking:
         end = self._first + hit
         if self._units(end) > engine.cluster.host.arena.capacity:
             request.excuse("it is larger than the pool")
+        if hit and not request.excused:
+            self._check_held(end)
         compares = compares or bool(
             hit and not self._first and world.chance(0.1 + engine.cluster.differing)
         )
@@ -100,6 +103,21 @@ class Asking:
             request.excuse("it has ended")
             yield from self._load(end)
         del engine.requests[request.name]
+
+    def _check_held(self, end: int) -> None:
+        """Every part of a hit is pinned for its worker."""
+        engine, request = self._engine, self._request
+        session = engine.cluster.host.agent.sessions.get((engine.engine_id, request.name))
+        for rank in range(len(engine.workers)):
+            for group, form in enumerate(engine.forms[rank]):
+                for chunk in self._reached(form.reach, end):
+                    held = session and session._pins.get(request.hashes[chunk], {})
+                    if not held or (rank, group) not in held:
+                        self._world.violated(f"chunk {chunk} is promised and not held: {request}")
+
+    def _reached(self, reach: Reach, end: int) -> range:
+        """The chunks whose parts a prefix needs behind the first ones."""
+        return range(max(self._first, reach.first_chunk(end, CHUNK_TOKENS)), end)
 
     def _units(self, end: int) -> int:
         """That its hit takes."""
@@ -143,9 +161,7 @@ class Asking:
             for group, form in enumerate(engine.forms[rank]):
                 reach, some = form.reach, chunks
                 if reaches:
-                    some = range(
-                        max(chunks.start, reach.first_chunk(chunks.stop, CHUNK_TOKENS)), chunks.stop
-                    )
+                    some = self._reached(reach, chunks.stop)
                 count = len(some) * reach.blocks_per_part(BLOCKS_A_CHUNK, BLOCK_TOKENS)
                 if some and (block_ids := memory.take(group, count)) is not None:
                     self._world.random.shuffle(block_ids)
@@ -173,7 +189,7 @@ class Asking:
         lease_s = world.random.choice([0.02, 5.0, 30.0])
         if lease_s < 1.0:
             self._request.excuse("its lease is short")
-        if world.chance(0.02):
+        if world.chance(0.05):
             again = world.random.choice(held).link
             world.after(world.soon(0.003), partial(self._register_again, again))
         results = yield all_of([partial(self._retrieve, each, lease_s) for each in held])
