@@ -14,7 +14,8 @@ raises because a disk or a server fails, and calls nothing else of the cache.
 A tier that is down (`state.up` is False) answers every job UNAVAILABLE at once.
 
 Keys are chunk keys (`chunks.names`): everything in a Redis key before the stripe index. The tier
-decides how it stores a chunk, in stripes or in a file. Deadlines are `time.monotonic()` seconds.
+decides how it stores a chunk, in stripes or in a file. Deadlines are of the owner's clock, which is
+`time.monotonic()` but in a simulation.
 
 A question has three answers: the chunk is there, it is absent, or that is not known, because a
 shard is down, or the slot moves. What is not known is never a reason to write, to delete, or to
@@ -145,7 +146,7 @@ class ChunkIO:
 
     key: the chunk key, without a stripe index. frame: the frame of its stripes. slots: one
     contiguous memoryview for each stripe, of exactly its payload's size, writable for a read; they
-    belong to the tier from the call until `done`. deadline: `time.monotonic()` seconds. tag: for
+    belong to the tier from the call until `done`. deadline: of the owner's clock. tag: for
     the caller's use. is_asked_for: a load is a use of the chunk, so its TTL may start again.
     stored_bytes: of a write that is STORED, what the tier keeps of the payload in fewer bytes; 0:
     all of it. Compared and hashed by identity.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -69,9 +69,13 @@ class Agent:
 
     @staticmethod
     def of(
-        config: AgentConfig, arena: Arena, plane: RedisPlane, more: Sequence[Backing] = ()
+        config: AgentConfig,
+        arena: Arena,
+        plane: RedisPlane,
+        more: Sequence[Backing] = (),
+        now: Callable[[], float] = time.monotonic,
     ) -> Agent:
-        """more: tiers between the disk and Redis.
+        """more: tiers between the disk and Redis. now: the loop's clock.
 
         Raises ``ConfigError`` if the disk tier's directory cannot be used.
         """
@@ -93,7 +97,7 @@ class Agent:
             )
             backings.insert(0, Backing(disk, DISK, limit_bytes))
         wakeup = Wakeup()
-        loop = OwnerLoop(wakeup.set)
+        loop = OwnerLoop(wakeup.set, now)
         if config.tenant_bytes is not None:
             limits = parse_limits(config.tenant_bytes)
             peers.tenants.limits = TenantLimits(limits, plane, loop, config.ttl_s)

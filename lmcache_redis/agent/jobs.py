@@ -10,7 +10,6 @@ whose GPU is lost is never answered: the end of the agent's process frees the bl
 from __future__ import annotations
 
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -69,7 +68,8 @@ class CopyJob(ABC):
         self._form = registration.forms[question.group]
         self._pending: set[int] = set()  # chunks that have not ended
         self._reasons: set[str] = set()  # why chunks were not copied
-        self._started_s = time.monotonic()
+        self._now = agent.cache.owner.now
+        self._started_s = self._now()
 
     @abstractmethod
     def start(self) -> None:
@@ -168,7 +168,7 @@ class CopyJob(ABC):
         except GpuLost:
             raise
         except DeviceError:
-            if time.monotonic_ns() <= self._question.lease_ns:
+            if self._now() * 1e9 <= self._question.lease_ns:
                 raise
         return CopyOutcome.CANCELLED
 
@@ -264,12 +264,12 @@ class StoreJob(CopyJob):
 
         def on_blocks_read() -> None:
             nonlocal read_in_time
-            read_in_time = time.monotonic_ns() <= lease_ns
+            read_in_time = self._now() * 1e9 <= lease_ns
             if read_in_time:
                 self._cache.owner.post(partial(self._blocks_read, chunks))
 
         self._registration.device.gather(call, on_blocks_read)
-        return read_in_time or time.monotonic_ns() <= lease_ns
+        return read_in_time or self._now() * 1e9 <= lease_ns
 
     def _ended(self, chunk: int, entry: Entry | None, outcome: CopyOutcome) -> None:
         try:
@@ -326,7 +326,7 @@ class StoreJob(CopyJob):
         stored = self._stored + len(self._pending)
         dropped = len(self._hashes) - stored - self._already
         self._reply(m.StoreResult(0, stored, self._already, dropped))
-        self._cache.metrics.observe("store_seconds", time.monotonic() - self._started_s)
+        self._cache.metrics.observe("store_seconds", self._now() - self._started_s)
 
     def _finish(self) -> None:
         self._cache.metrics.count("stores")
@@ -397,7 +397,7 @@ class RetrieveJob(CopyJob):
                 self._load_piece()
 
         lease_s = self._question.lease_ns / 1e9
-        deadline_s = min(lease_s, time.monotonic() + self._agent.config.lookup_deadline_s)
+        deadline_s = min(lease_s, self._now() + self._agent.config.lookup_deadline_s)
         form = replace(self._form, reach=FULL_REACH)
         hashes = [self._hashes[chunk] for chunk in piece]
         request = LookupRequest([form], hashes, deadline_s, urgent=True)
@@ -431,7 +431,7 @@ class RetrieveJob(CopyJob):
 
     def _finish(self) -> None:
         copied = len(self._hashes) - len(self._failed)
-        took_s = time.monotonic() - self._started_s
+        took_s = self._now() - self._started_s
         metrics, nbytes = self._cache.metrics, copied * self._form.chunk_bytes
         metrics.count("retrieves")
         metrics.observe("retrieve_seconds", took_s)
@@ -458,7 +458,7 @@ class RetrieveJob(CopyJob):
             chunks = [session.positions[each] for each in self._hashes]
             skipped_tokens = self._question.skip_first_n_tokens
             tokens = load.tokens_of(self._form.reach, chunks, skipped_tokens)
-        saved = load.ended(self._registration.worker_id, tokens, time.monotonic())
+        saved = load.ended(self._registration.worker_id, tokens, self._now())
         if saved is not None:
             session.load = None
             peers, metrics = self._agent.peers, self._cache.metrics

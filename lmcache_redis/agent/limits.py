@@ -84,12 +84,12 @@ class TenantLimits:
 
     def _ask_in_time(self) -> None:
         if self._seen and not self._is_asking:
-            self._timer.fire_by(max(time.monotonic(), self._next_s))
+            self._timer.fire_by(max(self._owner.now(), self._next_s))
 
     def _exchange(self) -> None:
         """Adds what is pending, and reads the accounts of all who have asked."""
         tenants, self._seen, self._is_asking = sorted(self._seen), set(), True
-        self._next_s = time.monotonic() + _EVERY_S
+        self._next_s = self._owner.now() + _EVERY_S
         last = int(time.time()) // self._bucket_s
         keys: list[bytes] = []
         prefix = self._plane.options.key_prefix
@@ -100,7 +100,7 @@ class TenantLimits:
             keys += mine
             if sent[tenant]:
                 amounts[mine[0]] = sent[tenant]
-        deadline = time.monotonic() + self._plane.options.op_timeout_s
+        deadline = self._owner.now() + self._plane.options.op_timeout_s
         ttl_s = self._bucket_s * (BUCKETS + 1)
         done = posting(self._owner, partial(self._exchanged, tenants, sent))
         try:

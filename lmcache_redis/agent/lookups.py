@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -52,7 +51,8 @@ class LookupJob:
         self._question = question
         self._remote = remote
         self._reply = reply
-        self._started_s = time.monotonic()
+        self._now = agent.loop.now
+        self._started_s = self._now()
         self._deadline_s = self._started_s + agent.config.lookup_deadline_s
         self._compare_only = False
         self._tenant = agent.peers.tenants.shown(question.tenant)
@@ -64,7 +64,7 @@ class LookupJob:
             self._miss_without_ranks()
             return
         key = self._peer.engine_id, self._question.request_id
-        session = self._agent.sessions.open(key, time.monotonic())
+        session = self._agent.sessions.open(key, self._now())
         if session.cancel_lookup is not None:
             session.cancel_lookup()
             session.cancel_lookup = None
@@ -72,7 +72,7 @@ class LookupJob:
 
     def _go_on(self, session: Session, ranks: Sequence[Registration] | None) -> None:
         if ranks is not None:
-            self._started_s = time.monotonic()
+            self._started_s = self._now()
             self._look_up(session, ranks)
         elif self._may_wait():
             timer = self._agent.loop.after(_JOIN_POLL_S, partial(self._look_again, session))
@@ -89,7 +89,7 @@ class LookupJob:
         question = self._question
         compute_s = len(question.hashes) * self._chunk_tokens * question.token_s or math.inf
         until_s = min(self._deadline_s, self._started_s + compute_s)
-        return time.monotonic() < min(until_s, self._agent.peers.joined_by_s(self._peer))
+        return self._now() < min(until_s, self._agent.peers.joined_by_s(self._peer))
 
     def _miss_without_ranks(self) -> None:
         if self._agent.peers.layouts_differ(self._peer):
@@ -181,8 +181,8 @@ class LookupJob:
         self._reply(m.LookupResult(0, found.bound, tiers, self._compare_only))
         loaded_chunks = 0 if self._compare_only else found.bound
         tokens = (len(self._question.hashes) - loaded_chunks) * self._chunk_tokens
-        self._peer.computing.answered(self._question.request_id, tokens, time.monotonic())
-        took_s = time.monotonic() - self._started_s
+        self._peer.computing.answered(self._question.request_id, tokens, self._now())
+        took_s = self._now() - self._started_s
         self._count(found, tiers, took_s)
         self._note(found, tiers, took_s, [form.fingerprint.hex() for form in forms])
         session.load = None

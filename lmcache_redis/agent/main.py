@@ -287,9 +287,9 @@ def _log_ready(config: AgentConfig, plane: RedisPlane, started_s: float) -> None
 def _stop(service: Service, agent: Agent) -> bool:
     shutdown_s = service.shutdown_deadline_s
     logger.info("stopping: loads and writes have %.1f s to finish", shutdown_s)
-    deadline_s = service.drain(time.monotonic() + shutdown_s)
-    copied = agent.copies.close(max(0.1, deadline_s - time.monotonic()))
-    agent.cache.close(max(0.1, deadline_s - time.monotonic()))
+    deadline_s = service.drain(agent.loop.now() + shutdown_s)
+    copied = agent.copies.close(max(0.1, deadline_s - agent.loop.now()))
+    agent.cache.close(max(0.1, deadline_s - agent.loop.now()))
     agent.loop.run_posted()
     agent.cache.say_what_stays()
     answers = copied and agent.copies.lost is None

@@ -9,7 +9,6 @@ is pinned for GPUs then.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -120,7 +119,7 @@ class Registering:
 
     def _map(self, peer: Peer, open_memory: Callable[[], Registration], reply: Reply) -> None:
         self.unregister(peer, "it registers again")
-        peer.mapping_from_s = time.monotonic()
+        peer.mapping_from_s = self._cache.owner.now()
         self._peers.mapping += 1
         # Why not, else. Not the error: with its traceback it would keep all that is here.
         mapped: Registration | str = "the agent could not map the KV cache"

@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -110,14 +109,14 @@ class Service:
         self._handlers.answer(None, question, reply)
 
     def drain(self, deadline_s: float) -> float:
-        """Ends what is in flight, until ``deadline_s`` (`time.monotonic()`); forgets all peers.
+        """Ends what is in flight, until ``deadline_s`` (of the loop's clock); forgets all peers.
 
         Returns the deadline of what else the agent waits for: now, after a second `stop`.
         """
         self._handlers.is_stopping = True
         if self._agent.cache.warming is not None:
             self._agent.cache.warming.stop()
-        hits_until_s = (now_s := time.monotonic()) + _HIT_GRACE_S
+        hits_until_s = (now_s := self._agent.loop.now()) + _HIT_GRACE_S
         while now_s < deadline_s and not self._stop_now:
             self._agent.cache.begin_writes()  # including chunks gathered meanwhile
             if any(session.cancel_lookup for session in self._agent.sessions):
@@ -125,7 +124,7 @@ class Service:
             if not self._is_busy(now_s < hits_until_s):
                 break
             self._turn(_DRAIN_POLL_S)
-            now_s = time.monotonic()
+            now_s = self._agent.loop.now()
         for peer in self._agent.peers:
             self._handlers.forget(peer, "the agent stops")
         for session in self._agent.sessions:
@@ -136,7 +135,7 @@ class Service:
                 "%d chunks were not written before the agent stopped", self._agent.cache.backlog
             )
         self._log_summary()
-        return time.monotonic() if self._stop_now else deadline_s
+        return self._agent.loop.now() if self._stop_now else deadline_s
 
     def _turn(self, most_s: float) -> None:
         timeout_s = min(self._agent.loop.run_due(), most_s)
@@ -181,7 +180,7 @@ class Service:
                 return
             peer = self._agent.peers.get(identity)
             if peer is not None:
-                peer.last_heard_s = time.monotonic()
+                peer.last_heard_s = self._agent.loop.now()
                 peer.welcomed = True
             self._handlers.answer(peer, question, reply)
         except WireError as error:
@@ -205,7 +204,7 @@ class Service:
             reply(m.Failure(0, m.REFUSED, "too few file descriptors are free: see the agent's log"))
             return
         if peer is None or not peer.is_same(hello):
-            now_s = time.monotonic()
+            now_s = self._agent.loop.now()
             for old in self._agent.peers.add(Peer(identity, hello, now_s, now_s)):
                 self._handlers.forget(old, "it has reconnected")
         reply(self._welcome)
@@ -230,7 +229,7 @@ class Service:
 
     def _housekeeping(self) -> None:
         self._admission.check()
-        now = time.monotonic()
+        now = self._agent.loop.now()
         for peer in self._agent.peers:
             silent_s = now - peer.last_heard_s
             if peer.process_gone():
@@ -352,7 +351,7 @@ class Handlers:
         peer.elsewhere = frozenset(each.worker_id for each in question.remote)
         # It may ask again: what it was answered before is not computed beside what it is now.
         begun = (*question.begun, question.request_id)
-        peer.computing.told(question.token_s, question.busy_s, begun, time.monotonic())
+        peer.computing.told(question.token_s, question.busy_s, begun, self._agent.loop.now())
         if self.is_stopping or not question.hashes:
             reply(m.LookupResult(0, 0))
             return
@@ -390,7 +389,7 @@ class Handlers:
             self._recorder.stored(question, registration.forms[question.group])
         keys = [(engine, question.request_id) for engine in self._agent.peers.engines_of(peer)]
         key = next((each for each in keys if sessions.get(each) is not None), keys[-1])
-        session = sessions.open(key, time.monotonic(), for_lookup=False)
+        session = sessions.open(key, self._agent.loop.now(), for_lookup=False)
         sessions.history.request(key).tenant = self._agent.peers.tenants.shown(question.tenant)
         job(self._agent, session, registration, question, reply).start()
 

@@ -41,7 +41,7 @@ PartKey = tuple[int, int]  # worker id, group
 
 @dataclass
 class HitLoad:
-    """The load of one hit: a retrieve of each worker and group. Times are `time.monotonic()`.
+    """The load of one hit: a retrieve of each worker and group. Times are of the loop's clock.
 
     workers: of which no retrieve has ended yet. first_chunk: of the lookup. token_s: seconds in
     which the engine computes a token; 0.0: not measured. waited_s: for the lookup. is_local: behind

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -98,8 +97,8 @@ class Cache:
         must stay mapped. The owner runs what they post before it stops.
         """
         self._is_closed = True
-        end_s = time.monotonic() + deadline_s
-        closed = [tier.close(max(0.1, end_s - time.monotonic())) for tier in self.tiers]
+        end_s = self.owner.now() + deadline_s
+        closed = [tier.close(max(0.1, end_s - self.owner.now())) for tier in self.tiers]
         return all(closed)
 
     # --------------------------------------------------------------- memory
@@ -145,11 +144,11 @@ class Cache:
     @property
     def refreshed_before_s(self) -> float:
         """Chunks in the pool that the tiers were told to keep before then are to be kept again."""
-        return time.monotonic() - self._refresh_every_s
+        return self.owner.now() - self._refresh_every_s
 
     def keep(self, entries: Sequence[Entry]) -> None:
         """Tells the tiers to keep chunks that the pool has served. What one lacks is enqueued."""
-        now_s = time.monotonic()
+        now_s = self.owner.now()
         for entry in entries:
             entry.refreshed_s = now_s
         for queue in self.queues:
@@ -214,7 +213,7 @@ class Cache:
         """Begins prepared loads, all from one tier: a batch costs less per chunk."""
         if not loads:
             return
-        level, now_s = loads[0].level, time.monotonic()
+        level, now_s = loads[0].level, self.owner.now()
         for load in loads:
             load.begun_s = now_s
             self.rates[level].begun(load.frame.chunk_bytes, now_s)
@@ -231,7 +230,7 @@ class Cache:
 
     def probe(self, form: ChunkForm, chunk_hash: bytes, level: int) -> None:
         """Loads a chunk that no lookup waits for, now and then, to learn a slow tier's rate."""
-        now_s, key = time.monotonic(), form.key(chunk_hash)
+        now_s, key = self.owner.now(), form.key(chunk_hash)
         if key in self.pool or len(self.waiting) or not self.rates[level].may_probe(now_s):
             return
         load = self.prepare_load(form, chunk_hash, level, now_s + _PROBE_DEADLINE_S)
@@ -265,7 +264,7 @@ class Cache:
 
     def _measure(self, load: Load, *, arrived: bool) -> None:
         now_s, rate, counters = (
-            time.monotonic(),
+            self.owner.now(),
             self.rates[load.level],
             self.backings[load.level].counters,
         )

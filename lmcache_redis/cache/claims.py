@@ -3,7 +3,7 @@
 
 A claim is given back when its chunk is there, whole: who gets it next sees that. After a write that
 has failed it runs out, because the server may still execute what it was sent. It does not hold up
-the next write of its own holder. Times are those of `time.monotonic()`.
+the next write of its own holder. Times are of the owner's clock.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ failure the next one has twice the time.
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,7 +113,7 @@ class Sweeps:
     def add(self, prefixes: Sequence[bytes], for_good: bool) -> None:
         """A prefix is removed once, or for good."""
         for prefix in prefixes:
-            self._sweeps[prefix] = _Sweep(time.monotonic(), _PASSES if for_good else 1, for_good)
+            self._sweeps[prefix] = _Sweep(self._owner.now(), _PASSES if for_good else 1, for_good)
             if len(self._sweeps) > _MOST_PREFIXES:
                 del self._sweeps[next(iter(self._sweeps))]
         self._begin()
@@ -122,7 +121,7 @@ class Sweeps:
     def _begin(self) -> None:
         if self._is_sweeping:
             return
-        now_s = time.monotonic()
+        now_s = self._owner.now()
         due = {prefix: each for prefix, each in self._sweeps.items() if each.due_s <= now_s}
         if due:
             ended = posting(self._owner, partial(self._ended, due))
@@ -148,7 +147,7 @@ class Sweeps:
                 )
         for prefix, each in due.items():
             each.left -= is_done
-            each.due_s = time.monotonic() + (_AGAIN_S if is_done else pause_s)
+            each.due_s = self._owner.now() + (_AGAIN_S if is_done else pause_s)
             is_over = not (each.left and each.for_good)
             if is_over and self._sweeps.get(prefix) is each:
                 del self._sweeps[prefix]

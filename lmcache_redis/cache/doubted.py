@@ -160,7 +160,7 @@ class DoubtedChunks:
         """Unless an attempt is in flight, whose end decides."""
         if self._waiting and len(self._waiting) == len(self.wrong) and not self._is_stopping:
             pause_s = self._pause_s if self._tier.state.up else _FIRST_PAUSE_S
-            self._timer.fire_by(time.monotonic() + pause_s * random.uniform(0.5, 1.0))
+            self._timer.fire_in(pause_s * random.uniform(0.5, 1.0))
 
     def _turn(self) -> None:
         if self._tier.state.up and not self._is_stopping:

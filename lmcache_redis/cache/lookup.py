@@ -33,7 +33,6 @@ The counters of reads (``loaded_chunks``, and misses of reads that fail) are par
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -89,6 +88,7 @@ class PrefixLookup:
         self.bound = len(request.hashes)
         self.end = PrefixEnd()
         self._cache = cache
+        self._now = cache.owner.now
         self._request = request
         self._done = done
         self.parts = LookupParts(cache, request, self._filled)
@@ -106,7 +106,7 @@ class PrefixLookup:
         if self._cache.warming is not None:
             self._cache.warming.give_way()
         self.parts.hold_first()
-        bounded, worth, now_s = self.parts.needs.bounded, self._worth, time.monotonic()
+        bounded, worth, now_s = self.parts.needs.bounded, self._worth, self._now()
         wanted = [each for each in self.parts.missing() if each.part[1] not in bounded]
         if worth is not None:
             slow = [rate for rate in self._cache.rates if not worth.is_quick(rate)]
@@ -149,14 +149,15 @@ class PrefixLookup:
         self._state = _Stage.ASKING
         if self._worth is not None:
             rate = self._cache.rates[-1]
-            patience_s = self._worth.patience_s(rate, time.monotonic())
+            patience_s = self._worth.patience_s(rate, self._now())
             give_up = partial(self._give_up, self.parts.last_level, waited_s=patience_s)
             self._wake_in(patience_s, give_up)
 
     def _scan(self, wanted: list[PartState]) -> None:
         if self._state is not _Stage.ASKING:
             return
-        tier, owner, now_s = self._cache.tiers[-1], self._cache.owner, time.monotonic()
+        tier, owner = self._cache.tiers[-1], self._cache.owner
+        now_s = owner.now()
         if not tier.state.probed:
             # The owner has just started, and does not know yet whether the server is up.
             owner.at(now_s + _PROBE_POLL_S, partial(self._scan, wanted))
@@ -172,7 +173,7 @@ class PrefixLookup:
         found, rest = wanted[: result.prefix_length], wanted[result.prefix_length :]
         if result.outcome is CallOutcome.DONE:
             if asked_s is not None:
-                self._cache.rates[-1].answered(time.monotonic() - asked_s)
+                self._cache.rates[-1].answered(self._now() - asked_s)
             if rest:
                 self._cache.pool.seen(self.parts.last_level, (rest[0].key,), there=False)
         self.parts.found(found, self.parts.last_level)
@@ -272,7 +273,7 @@ class PrefixLookup:
         self._cache.waiting.leave(self)
         if awaited and self._worth is not None:
             rates = [rate.per_second() for rate in self._cache.rates]
-            self._watch(self._worth, time.monotonic() + 1.25 * self._worth.expected_s, rates)
+            self._watch(self._worth, self._now() + 1.25 * self._worth.expected_s, rates)
         self._load_some()
 
     def _load_some(self) -> None:
@@ -285,7 +286,7 @@ class PrefixLookup:
 
     def _is_measuring(self, awaited: list[PartState]) -> bool:
         """Whether to wait for the first load from a tier whose rate is not known."""
-        worth, now_s, waits = self._worth, time.monotonic(), False
+        worth, now_s, waits = self._worth, self._now(), False
         if worth is None:
             return False
         for level, first in self.parts.first(awaited).items():
@@ -308,7 +309,7 @@ class PrefixLookup:
         """
         if self._worth is None:
             return False
-        now_s = time.monotonic()
+        now_s = self._now()
         before = self._cache.waiting.bytes_before(self)
         loads = self.parts.load_times(awaited, self.bound, before, now_s)
         if asks:
@@ -336,7 +337,7 @@ class PrefixLookup:
         nbytes = sum(self.parts.bytes_left())
         self._cache.waiting.wait(self, nbytes, self._check, self._request.urgent)
         if self._worth is not None:
-            self._wake_in(self._worth.compute_s(self.bound, time.monotonic()), self._give_up)
+            self._wake_in(self._worth.compute_s(self.bound, self._now()), self._give_up)
 
     def _ask(self, unknown: list[PartState]) -> None:
         """Asks the last tier, if it has no index; see the module."""
@@ -415,7 +416,7 @@ class PrefixLookup:
         """Replaces the pending wake-up."""
         if self._wake is not None:
             self._wake.cancel()
-        due_s = time.monotonic() + min(wait_s, _LONGEST_WAIT_S)
+        due_s = self._now() + min(wait_s, _LONGEST_WAIT_S)
         self._wake = self._cache.owner.at(due_s, action)
 
     def _watch(self, worth: WorthLoading, until_s: float, rates: list[float]) -> None:
@@ -424,7 +425,7 @@ class PrefixLookup:
         rates: of the tiers when that was expected. One load may have shown too high a rate: what a
         network had saved up for it.
         """
-        now_s, known = time.monotonic(), zip(self._cache.rates, rates, strict=True)
+        now_s, known = self._now(), zip(self._cache.rates, rates, strict=True)
         if now_s >= until_s or any(rate.per_second() < _SLOWER * was for rate, was in known):
             self._recheck(worth)
         else:
@@ -434,7 +435,7 @@ class PrefixLookup:
 
     def _recheck(self, worth: WorthLoading) -> None:
         """Ends the prefix if computing the rest is faster."""
-        now_s, left = time.monotonic(), self.parts.bytes_left()
+        now_s, left = self._now(), self.parts.bytes_left()
         late = [level for level, nbytes in enumerate(left) if nbytes]
         rates = self._cache.rates
         left_s = max((rates[level].seconds(left[level], now_s) for level in late), default=0.0)
@@ -448,7 +449,7 @@ class PrefixLookup:
         """Waits for nothing any more; ``levels`` are those of tiers that took too long."""
         miss = self._late(levels, "miss_slower", waited_s)
         for level in levels:
-            self._cache.rates[level].gave_up(time.monotonic())
+            self._cache.rates[level].gave_up(self._now())
         self._end_now("lookups_cut", miss, "loading took too long")
 
     def _check(self) -> None:

@@ -20,7 +20,7 @@ engine has those before it: they are never needed. Windows count from the prompt
 
 Which lookup loads next, if the pool has no room for all (`WaitQueue`).
 
-Times are those of `time.monotonic()`.
+Times are of the owner's clock.
 """
 
 from __future__ import annotations

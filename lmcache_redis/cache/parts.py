@@ -25,8 +25,8 @@ _SOME_PARTS = 512
 class LookupRequest:
     """What a lookup looks for.
 
-    forms: one per row of this node. deadline_s: `time.monotonic()`. first_chunk: the number in the
-    prompt of the first chunk. chunk_tokens: the tokens of a chunk; may be 0 if every row needs all
+    forms: one per row of this node. deadline_s: by the owner's clock. first_chunk: number of the
+    first chunk in the prompt. chunk_tokens: the tokens of a chunk; may be 0 if every row needs all
     chunks. remote: further rows, whose parts must exist in the last tier and are not loaded.
     computing: of the engine; None: everything is worth loading. urgent: waits for room before those
     that are not: the engine holds blocks for its chunks.

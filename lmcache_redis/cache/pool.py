@@ -171,7 +171,7 @@ class Entry:
 
     Attributes:
         block: of the pool's memory, ``units`` large.
-        refreshed_s: when the tiers were last told to keep it (`time.monotonic()`).
+        refreshed_s: when the tiers were last told to keep it, by the owner's clock.
         position: its number in the prompt that it was stored for. tenant: of that request.
         is_held_back: it is not to be written to the tiers. is_over_limit: not to one of them.
         watchers: told how the filling ends; None: it has ended.

@@ -37,13 +37,18 @@ class Timer(Protocol):
 
 
 class Owner(Protocol):
-    """Runs actions on the owner's thread, one after the other. Logs an exception of an action."""
+    """Runs actions on the owner's thread, one after the other. Logs an exception of an action.
+
+    now: the clock of all that the owner does, in seconds: `time.monotonic`, or a simulated one.
+    """
+
+    now: Callable[[], float]
 
     def post(self, action: Action) -> None:
         """Run ``action`` soon, in the order of the posts. From any thread."""
 
     def at(self, due_s: float, action: Action) -> Timer:
-        """Run ``action`` at ``due_s`` (`time.monotonic()`). From the owner's thread."""
+        """Run ``action`` at ``due_s`` of `now`. From the owner's thread."""
 
 
 def posting(owner: Owner, action: Callable[..., None]) -> Callable[..., None]:
@@ -64,7 +69,8 @@ class _LoopTimer:
 class OwnerLoop:
     """An `Owner` whose thread calls `run_posted` after ``wake`` and `run_due` before it waits."""
 
-    def __init__(self, wake: Action) -> None:
+    def __init__(self, wake: Action, now: Callable[[], float] = time.monotonic) -> None:
+        self.now = now
         self._wake = wake
         self._posted: deque[Action] = deque()
         self._heap: list[tuple[float, int, _LoopTimer]] = []
@@ -80,7 +86,7 @@ class OwnerLoop:
         return timer
 
     def after(self, delay_s: float, action: Action) -> Timer:
-        return self.at(time.monotonic() + delay_s, action)
+        return self.at(self.now() + delay_s, action)
 
     def every(self, pause_s: float, action: Action) -> None:
         """Run ``action`` again and again, with that pause before each time."""
@@ -100,7 +106,7 @@ class OwnerLoop:
         """Run the timers that are due; return the seconds until the next one, at most one."""
         while self._heap:
             due_s, _, timer = self._heap[0]
-            if timer.action is not None and (left_s := due_s - time.monotonic()) > 0:
+            if timer.action is not None and (left_s := due_s - self.now()) > 0:
                 return min(left_s, 1.0)
             heapq.heappop(self._heap)
             # Whoever keeps the timer may be what the action is of.
@@ -127,11 +133,14 @@ class OneTimer:
         self._timer: Timer | None = None
 
     def fire_by(self, due_s: float) -> None:
-        """Run the action at that time (`time.monotonic()`), or earlier if it is set so."""
+        """Run the action at that time, or earlier if it is set so."""
         if due_s < self._due_s:
             if self._timer is not None:
                 self._timer.cancel()
             self._due_s, self._timer = due_s, self._owner.at(due_s, self._fire)
+
+    def fire_in(self, delay_s: float) -> None:
+        self.fire_by(self._owner.now() + delay_s)
 
     def _fire(self) -> None:
         self._due_s, self._timer = math.inf, None

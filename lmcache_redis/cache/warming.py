@@ -16,7 +16,6 @@ other tiers, and its TTL runs on.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -108,20 +107,20 @@ class Warming:
         self._unranked.update(new.keys() - self._forms.keys())
         self._forms.update(new)
         if self._unranked and not self._is_stopped:
-            self._timer.fire_by(time.monotonic() + _TOGETHER_S)
+            self._timer.fire_in(_TOGETHER_S)
 
     def give_way(self) -> None:
         """A lookup begins: what it loads comes first."""
         if not (self._loading or self._queue or self._is_ranking):
             return
-        self._pause_until_s = time.monotonic() + self._pause_s()
+        self._pause_until_s = self._cache.owner.now() + self._pause_s()
         for chunk, (entry, watcher) in self._loading.items():
             self._cache.pool.unwatch(entry, watcher)
             self._queue.appendleft(chunk.key)
             self._left_bytes += chunk.form.chunk_bytes
         if self._loading:
             self._loading.clear()
-            self._timer.fire_by(time.monotonic() + _POLL_S)
+            self._timer.fire_in(_POLL_S)
 
     def stop(self) -> None:
         """Loads nothing more."""
@@ -151,7 +150,7 @@ class Warming:
 
     def _begin_rank(self) -> None:
         prefixes, self._unranked = sorted(self._unranked), set()
-        self._is_ranking, self._round = True, _Filling(time.monotonic())
+        self._is_ranking, self._round = True, _Filling(self._cache.owner.now())
         done = posting(self._cache.owner, self._ranked)
         self._rank(prefixes, _MOST_CHUNKS, self._round.began_s + _RANK_DEADLINE_S, done)
 
@@ -197,20 +196,20 @@ class Warming:
                 self._queue.clear()
                 break
             if self._must_wait(form.chunk_bytes):
-                self._timer.fire_by(time.monotonic() + _POLL_S)
+                self._timer.fire_in(_POLL_S)
                 return
             self._queue.popleft()
-            deadline_s = time.monotonic() + _LOAD_DEADLINE_S
+            deadline_s = cache.owner.now() + _LOAD_DEADLINE_S
             load = cache.prepare_load(form, chunk.chunk_hash, level, deadline_s, is_asked_for=False)
             if load is not None:
                 self._begin(chunk, load)
         if self._queue:
-            self._timer.fire_by(time.monotonic() + _POLL_S)
+            self._timer.fire_in(_POLL_S)
         elif self._round is not None and not self._loading:
             self._end(self._round)
 
     def _must_wait(self, nbytes: int) -> bool:
-        cache, now_s = self._cache, time.monotonic()
+        cache, now_s = self._cache, self._cache.owner.now()
         ours = sum(each.form.chunk_bytes for each in self._loading)
         if sum(each.in_flight_bytes for each in cache.rates) > ours or len(cache.waiting):
             self._pause_until_s = now_s + self._pause_s()
@@ -251,7 +250,7 @@ class Warming:
     def _end(self, ended: _Filling) -> None:
         logger.info(
             "filled the host pool with %d chunks, %.1f MiB (%.1f s)",
-            ended.chunks, ended.nbytes / 2**20, time.monotonic() - ended.began_s,
+            ended.chunks, ended.nbytes / 2**20, self._cache.owner.now() - ended.began_s,
         )  # fmt: skip
         self._round = None
         self._go_on()

@@ -31,7 +31,6 @@ import logging
 import math
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -114,7 +113,7 @@ class WriteBehind:
             return
         if self._admits(entry) and self._has_room(entry.form.chunk_bytes, entry.position):
             write = self._add(entry, WRITE_DEADLINE_S)
-            write.due_s = time.monotonic() + delay_s
+            write.due_s = self._owner.now() + delay_s
             self.schedule.add(write)
             self._timer.fire_by(write.due_s)
 
@@ -136,7 +135,7 @@ class WriteBehind:
         if some and self._backing.tier.state.up:
             self._backing.tier.refresh(
                 [(entry.key, entry.form.stripe_count) for entry in some],
-                time.monotonic() + self._backing.ask_timeout_s,
+                self._owner.now() + self._backing.ask_timeout_s,
                 posting(self._owner, partial(self._kept, some, others)),
             )
 
@@ -206,7 +205,7 @@ class WriteBehind:
         if chunk.has_failed and chunk.key in self._changes:
             return False
         newest_unix_ms = chunk.newest_unix_ms if chunk.has_failed else None
-        deadline_s, ended = time.monotonic() + WRITE_DEADLINE_S, partial(self.doubted.ended, chunk)
+        deadline_s, ended = self._owner.now() + WRITE_DEADLINE_S, partial(self.doubted.ended, chunk)
         self.remove(chunk.key, deadline_s, ended, chunk.stripe_count, newest_unix_ms)
         return True
 
@@ -245,7 +244,7 @@ class WriteBehind:
 
     def begin_ready(self) -> None:
         """Begins the writes whose turn it is."""
-        now_s = time.monotonic()
+        now_s = self._owner.now()
         for write in self.schedule.expired(now_s):
             self._drop(write)
         writes = []
@@ -272,10 +271,10 @@ class WriteBehind:
                 return
             # From when the question is answered; a command may reach the server late.
             claim_s, ask_s = self.schedule.claim_s(), self._backing.ask_timeout_s
-            until_s = time.monotonic() + ask_s + claim_s * _CLAIM_USED
+            until_s = self._owner.now() + ask_s + claim_s * _CLAIM_USED
             tier.refresh(
                 [(each.key, each.frame.stripe_count) for each in writes],
-                time.monotonic() + ask_s,
+                self._owner.now() + ask_s,
                 posting(self._owner, partial(self._asked, writes, until_s)),
                 ask_s + claim_s,
             )
@@ -283,7 +282,7 @@ class WriteBehind:
     def _asked(
         self, writes: Sequence[PendingWrite], claimed_until_s: float, result: ExistsResult
     ) -> None:
-        now_s = time.monotonic()
+        now_s = self._owner.now()
         claims = self.schedule.claims
         ours = [each.key for each, is_ours in zip(writes, result.claimed, strict=False) if is_ours]
         claims.add(ours, claimed_until_s, now_s)
@@ -320,7 +319,7 @@ class WriteBehind:
         """The tier does not say whether it has the chunks, or others are writing them: a write may
         damage what others use.
         """
-        now_s, again = time.monotonic(), []
+        now_s, again = self._owner.now(), []
         is_up = self._backing.tier.state.up
         may_ask = is_up and not self.schedule.is_stopping
         for write in writes:
@@ -342,7 +341,7 @@ class WriteBehind:
             self._begin_writes(now)
 
     def _begin_writes(self, writes: Sequence[PendingWrite]) -> None:
-        now_s = time.monotonic()
+        now_s = self._owner.now()
         for each in writes:
             self.schedule.given(each.nbytes, now_s)
         with self._ended_on_error(writes):
@@ -399,7 +398,7 @@ class WriteBehind:
             return  # it was ended by a bug of ours
         if self._changes.get(write.key, [None])[0] is write:
             is_stored = outcome is WriteOutcome.STORED
-            self.schedule.answered(write.nbytes, time.monotonic(), is_stored=is_stored)
+            self.schedule.answered(write.nbytes, self._owner.now(), is_stored=is_stored)
             self._begin_next(write.key)
         self._end(write, outcome)
 
@@ -438,7 +437,7 @@ class WriteBehind:
     def _give_back_claim(self, key: bytes) -> None:
         """Soon, with others that end now."""
         claims = self.schedule.claims
-        if claims.end(key, time.monotonic()):
+        if claims.end(key, self._owner.now()):
             self._owner.post(lambda: self._backing.tier.unclaim(claims.take_ended()))
 
     # ---------------------------------------------------------------- the queue
@@ -473,7 +472,7 @@ class WriteBehind:
         form, memory = entry.form, self._pool.memory
         frame = form.frame(entry.chunk_hash)
         views = memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
-        write = PendingWrite(entry.key, frame, views, time.monotonic() + timeout_s, entry=entry)
+        write = PendingWrite(entry.key, frame, views, self._owner.now() + timeout_s, entry=entry)
         self._pool.pin(entry)
         self._writes[entry] = write
         self.queued_bytes += write.nbytes
@@ -485,4 +484,4 @@ class WriteBehind:
         self.queued_bytes -= write.nbytes
         self._pool.unpin(write.entry)
         self.schedule.ended(write)
-        self._timer.fire_by(time.monotonic())
+        self._timer.fire_in(0.0)

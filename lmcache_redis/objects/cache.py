@@ -15,13 +15,12 @@ A loaded chunk is promoted, in the background, to the tiers above the one that h
 told to keep what memory serves; what one has lost is written again.
 
 Owned by the owner's thread; every call returns at once. `done` is called on that thread, once,
-possibly before the call returns. Deadlines are `time.monotonic()` seconds.
+possibly before the call returns. Deadlines are of the owner's clock.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections import deque
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -214,7 +213,7 @@ class ObjectCache:
             job = self.cache.prepare_load(found.form, key.chunk_hash, level, deadline)
             if job is not None:
                 entry = job.entry
-                entry.refreshed_s = time.monotonic()
+                entry.refreshed_s = self.cache.owner.now()
         if entry is None or entry.state is EntryState.READY:
             done(None if entry is None else self._held(entry))
         else:
@@ -260,7 +259,7 @@ class ObjectCache:
         chunk_key = entry.form.key(key.chunk_hash)
         self._supersede(chunk_key)
         self._pool.publish(entry, chunk_key)
-        entry.refreshed_s = time.monotonic()
+        entry.refreshed_s = self.cache.owner.now()
         queues = self.cache.queues
         try:
             is_kept = not queues and entry.units <= self._pool.idle_limit
@@ -280,7 +279,8 @@ class ObjectCache:
         elif self._is_closed:
             add(False)
         else:
-            queue.remove(entry.key, time.monotonic() + self._write_s, lambda removed: add(False))
+            deadline_s = self.cache.owner.now() + self._write_s
+            queue.remove(entry.key, deadline_s, lambda removed: add(False))
 
     def abandon(self, held: HeldChunk) -> None:
         """Frees reserved memory that will not be published."""

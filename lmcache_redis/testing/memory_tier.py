@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -37,18 +37,27 @@ class _KeptChunk(NamedTuple):
 class MemoryTier:
     """Chunks in a dictionary. Thread-safe.
 
-    has_index: False: `lookup` does not know. limit: of chunks; a store beyond is FULL.
+    has_index: False: `lookup` does not know. limit: of chunks; a store beyond is FULL. now: of the
+    cache's owner.
 
     Attributes:
         reason: why it is down; empty: it is up. damaged: keys whose chunks fail their checksum.
     """
 
-    def __init__(self, name: str = "memory", *, has_index: bool = True, limit: int = 1 << 30):
+    def __init__(
+        self,
+        name: str = "memory",
+        *,
+        has_index: bool = True,
+        limit: int = 1 << 30,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.name = name
         self.reason = ""
         self.damaged: set[bytes] = set()
         self._has_index = has_index
         self._limit = limit
+        self._now = now
         self._chunks: dict[bytes, _KeptChunk] = {}
         self._claims: dict[bytes, float] = {}
         self._lock = threading.Lock()
@@ -86,7 +95,7 @@ class MemoryTier:
         if not claim_s or self._answer(deadline) is not CallOutcome.DONE:
             self.exists(keys, deadline, done)
             return
-        now_s, claimed = time.monotonic(), []
+        now_s, claimed = self._now(), []
         with self._lock:
             present = [key in self._chunks for key in keys]
             for key, is_there in zip(keys, present, strict=True):
@@ -192,4 +201,4 @@ class MemoryTier:
     def _answer(self, deadline_s: float) -> CallOutcome:
         if self.reason:
             return CallOutcome.UNAVAILABLE
-        return CallOutcome.DONE if time.monotonic() < deadline_s else CallOutcome.TIMED_OUT
+        return CallOutcome.DONE if self._now() < deadline_s else CallOutcome.TIMED_OUT

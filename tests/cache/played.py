@@ -44,6 +44,7 @@ class PlayedTier:
     def __init__(self, name: str, index: set[bytes] | None = None) -> None:
         self.name = name
         self.index = index
+        self.now = time.monotonic
         self.is_up = True
         self.options = SimpleNamespace(seal_keys=None)
         self.is_probed = True
@@ -82,7 +83,7 @@ class PlayedTier:
     def exists(
         self, keys: Sequence[bytes], deadline: float, done: Callable[[ExistsResult], None]
     ) -> None:
-        assert time.monotonic() < deadline
+        assert self.now() < deadline
         self.asked.append((keys, done))
 
     def refresh(
@@ -92,7 +93,7 @@ class PlayedTier:
         done: Callable[[ExistsResult], None],
         claim_s: float = 0.0,
     ) -> None:
-        assert time.monotonic() < deadline
+        assert self.now() < deadline
         self.claimed_s.append(claim_s)
         self.refreshed.append((chunks, done))
 
@@ -169,8 +170,9 @@ class World:
         *,
         slots: int = 64,
         write_limit_bytes: int = 1 << 20,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.loop = OwnerLoop(lambda: None)
+        self.loop = OwnerLoop(lambda: None, now)
         self.metrics = Metrics()
         backings = [Backing(tier, kind, write_limit_bytes) for tier, kind in tiers]
         self.cache = self.make_cache(backings, slots)

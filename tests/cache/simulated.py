@@ -39,7 +39,7 @@ BUDGET_TOKENS = 2048  # of a step
 
 
 class Clock:
-    """A simulated `time.monotonic`, and what happens when."""
+    """A simulated clock of the owner, and what happens when."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -88,7 +88,7 @@ class Link(PlayedTier):
         chunk_bytes: int = 2 << 20,
     ) -> None:
         super().__init__("Redis")
-        self.clock = clock
+        self.clock = self.now = clock
         self.bytes_per_s = bytes_per_s
         self.latency_s = latency_s
         self.burst_bytes = burst_bytes
@@ -181,7 +181,8 @@ class SimulatedEngine:
 
     def new_agent(self) -> None:
         """An agent that knows nothing of the link and of the engine."""
-        self.world = World([] if self.link is None else [(self.link, REDIS)], slots=4096)
+        tiers = [] if self.link is None else [(self.link, REDIS)]
+        self.world = World(tiers, slots=4096, now=self.clock)
         self.computing = Computing()
 
     # The user

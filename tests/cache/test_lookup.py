@@ -700,7 +700,7 @@ def test_a_lookup_that_was_cancelled_asks_nothing(
     tiers.look_up().cancel()
     tiers.redis.is_probed = True
     monotonic = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 1)
+    monkeypatch.setattr(tiers.loop, "now", lambda: monotonic() + 1)
     tiers.loop.run_due()
     assert tiers.redis.scanned == []
 
@@ -714,7 +714,7 @@ def test_a_tier_that_has_answered_is_not_given_up_later(
     tiers.answer_scan(0)
     assert [length for length, _ in tiers.found] == [0]
     monotonic = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 120)
+    monkeypatch.setattr(tiers.loop, "now", lambda: monotonic() + 120)
     tiers.loop.run_due()
     assert given_up == []
 

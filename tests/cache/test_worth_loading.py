@@ -8,7 +8,6 @@ else is said.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 
 import pytest
@@ -24,9 +23,8 @@ Make = Callable[..., SimulatedEngine]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+def make() -> Make:
     clock = Clock()
-    monkeypatch.setattr(time, "monotonic", clock)
 
     def make(
         mbit_per_s: float | None,

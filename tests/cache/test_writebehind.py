@@ -107,7 +107,7 @@ def test_what_others_have_claimed_is_asked_about_again(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monotonic, later_s = time.monotonic, 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + later_s)
+    monkeypatch.setattr(queue.loop, "now", lambda: monotonic() + later_s)
     queue.enqueue()
     absent = [False] * len(HASHES)
     queue.answer(ExistsResult(CallOutcome.DONE, absent, [True, False, False, None, False]))
@@ -340,7 +340,7 @@ def test_writes_wait_for_loads_but_not_for_ever(
     queue.enqueue()
     assert queue.tier.refreshed == []
     later_s = schedule.GIVE_WAY_S
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + later_s)
+    monkeypatch.setattr(queue.loop, "now", lambda: monotonic() + later_s)
     queue.loop.run_due()
     queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
     assert queue.written() == queue.entries
@@ -529,7 +529,7 @@ def test_a_queue_takes_what_the_tier_writes_in_time(
     monkeypatch.setattr(schedule, "IN_FLIGHT_BYTES", FORM.chunk_bytes)
     monkeypatch.setattr(schedule, "LEAST_MEASURED_BYTES", FORM.chunk_bytes)
     monotonic, later_s = time.monotonic, 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + later_s)
+    monkeypatch.setattr(queue.loop, "now", lambda: monotonic() + later_s)
     queue.cache.write_behind(queue.entries[0])
     queue.loop.run_due()
     queue.answer(ExistsResult(CallOutcome.DONE, [False]))
@@ -553,7 +553,7 @@ def test_what_expires_in_the_queue_is_dropped_without_a_turn(
     assert [len(chunks) for chunks, _ in queue.tier.refreshed] == [1]
     monotonic = time.monotonic
     later_s = writebehind.WRITE_DEADLINE_S + 1
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + later_s)
+    monkeypatch.setattr(queue.loop, "now", lambda: monotonic() + later_s)
     queue.loop.run_due()
     assert [entry.pins for entry in queue.entries] == [1, 0, 0, 0, 0]
     assert queue.counted("drop_") == {"drop_queue_full": 4}

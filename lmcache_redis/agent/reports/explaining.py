@@ -17,7 +17,6 @@ is not read. The fingerprint is its digest, so a wrong description is not believ
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -79,7 +78,7 @@ class Explanations:
             reply(_json(report))
             return
 
-        deadline_s = time.monotonic() + _ANSWER_S
+        deadline_s = self._agent.loop.now() + _ANSWER_S
 
         def look_for(described: Sequence[PartNames], is_all: bool) -> None:
             names = {_description(each): each for each in [*described, *self._registered()]}
@@ -129,7 +128,7 @@ class Explanations:
                 if (name := rows[-1]["layout"]).startswith(wanted):
                     canonical[name] = layout.canonical(each.chunk_tokens)
         here = {_description(each) for each in self._registered()}
-        deadline_s = time.monotonic() + _ANSWER_S
+        deadline_s = self._agent.loop.now() + _ANSWER_S
 
         def listed(described: Sequence[PartNames], is_all: bool) -> None:
             others = [each for each in described if _description(each) not in here]
@@ -154,7 +153,7 @@ class Explanations:
             for each in registrations
             for form, layout in zip(each.forms, each.device.layouts, strict=True)
         }
-        deadline_s, slot_bytes = time.monotonic() + _WRITE_S, self._agent.config.slot_bytes
+        deadline_s, slot_bytes = self._agent.loop.now() + _WRITE_S, self._agent.config.slot_bytes
         jobs = []
         for key, canonical in described.items():
             if (nbytes := len(canonical)) <= _MOST_BYTES:

@@ -12,7 +12,6 @@ the chunks that schedulers believe to be there.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -175,7 +174,7 @@ class Watches:
             self._ask_later([key for key, there in pairs if there is None])
             self._ask_redis(rest)
 
-        self._plane.exists(first, time.monotonic() + _QUESTION_S, posting(self._loop, answered))
+        self._plane.exists(first, self._loop.now() + _QUESTION_S, posting(self._loop, answered))
 
     def _ask_later(self, keys: Sequence[bytes]) -> None:
         """About what was not known, all at once."""

@@ -50,6 +50,8 @@ def run_gateway(config: GatewayConfig) -> int:
 class LoopOwner:
     """A running asyncio loop as the `Owner` of a cache."""
 
+    now = staticmethod(time.monotonic)
+
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
@@ -62,7 +64,7 @@ class LoopOwner:
             self._loop.call_soon_threadsafe(action)
 
     def at(self, due_s: float, action: Action) -> Timer:
-        return self._loop.call_later(due_s - time.monotonic(), action)
+        return self._loop.call_later(due_s - self.now(), action)
 
 
 def open_objects(config: GatewayConfig) -> ObjectCache:
