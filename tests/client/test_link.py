@@ -384,6 +384,36 @@ def test_a_welcome_to_an_earlier_hello_is_ignored(agent: Agent) -> None:
     link.close()
 
 
+def test_who_is_welcome_is_not_greeted_again(
+    agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first HELLO may go, and be answered, before the link hears that it is connected."""
+    wait = transport.AgentSocket.wait
+
+    def busy(self: transport.AgentSocket, timeout_s: float) -> tuple[bool, bool]:
+        has_messages, has_events = wait(self, timeout_s)
+        return has_messages, has_events and (has_messages or self.heard_s > 0)
+
+    monkeypatch.setattr(transport.AgentSocket, "wait", busy)
+    welcomes: list[m.Welcome] = []
+    link = AgentLink(
+        agent.endpoint, HELLO, dead_after_s=WAIT_S, on_welcome=lambda w: welcomes.append(w)
+    )
+    (hello,) = agent.receive()
+    agent.answer(welcome(hello))
+    assert link.wait_for(lambda: link.online, WAIT_S)
+    call = link.submit(m.EndSession, request_id="r")
+    assert agent.receive() == [m.EndSession(call.call_id, "r")]
+    agent.answer(welcome(hello))  # once more
+    agent.answer(m.Done(call.call_id))
+    assert call.wait(WAIT_S)
+    assert call.answer == m.Done(call.call_id)
+    assert link.welcome is welcomes[0], "what was registered with it is known by it"
+    assert len(welcomes) == 1
+    link.close()
+    assert agent.receive() == [m.Goodbye(0)]
+
+
 def test_an_agent_that_does_not_know_the_link_is_greeted_again(
     agent: Agent, link: AgentLink
 ) -> None:
