@@ -139,6 +139,21 @@ def test_larger_chunks_find_whole_chunks_only() -> None:
         trace_of("abc").in_chunks(25)
 
 
+def test_chunks_are_counted_from_the_beginning_of_the_prompt() -> None:
+    """A lookup may ask for what is behind the engine's own blocks; what was generated is no hit."""
+    columns = TraceColumns()
+    columns.add(50.0, range(10, 19), asked=5, first=1)  # blocks 1 to 9 of a prompt
+    columns.add(60.0, range(20, 26), asked=6, first=6)
+    trace = columns.trace(BlockLayout(10, CHUNK_BYTES, {FULL_REACH: CHUNK_BYTES})).in_chunks(30)
+    # Chunks end with the blocks 2, 5 and 8: the second, the fifth and the eighth that are named.
+    assert np.diff(trace.starts).tolist() == [3, 2]
+    assert trace.asked.tolist() == [2, 2]
+    assert trace.first.tolist() == [0, 2]
+    assert len({*trace.ids.tolist()}) == 5
+    assert trace.layout.block_tokens == 30
+    assert trace.duration_s == 10.0
+
+
 # ---------------------------------------------------------------- pacing
 
 
