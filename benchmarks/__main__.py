@@ -58,8 +58,9 @@ def _names(given: str, known: Collection[str]) -> list[str]:
 
 
 OWN = "For our client: a list like 1,2,4"
-GetsOption = Annotated[str | None, typer.Option(help=f"{OWN} of GET connections.")]
-SetsOption = Annotated[str | None, typer.Option(help=f"{OWN} of SET connections.")]
+ConnectionsOption = Annotated[
+    str | None, typer.Option(help=f"{OWN} of connections for loads, and as many for stores.")
+]
 ThreadsOption = Annotated[str | None, typer.Option(help=f"{OWN} of network threads.")]
 SlotsOption = Annotated[str | None, typer.Option(help=f"{OWN} of slot sizes in KiB.")]
 
@@ -74,8 +75,7 @@ def data_plane(
         int | None,
         typer.Option(min=1, help="Moved per measurement, at least eight values. Default 128."),
     ] = None,
-    gets: GetsOption = None,
-    sets: SetsOption = None,
+    connections: ConnectionsOption = None,
     threads: ThreadsOption = None,
     slot_kib: SlotsOption = None,
     sealed: Annotated[
@@ -91,22 +91,22 @@ def data_plane(
     """Chunks to and from Redis, and prefix scans, beside LMCache's client and others.
 
     Takes about six minutes. Our client runs at its defaults and with one to eight connections. If
-    --gets, --sets, --threads or --slot-kib is given, it runs with every combination of them
+    --connections, --threads or --slot-kib is given, it runs with every combination of them
     instead, and the first one is compared with the peers. --sealed shows what sealed values cost.
     """
     from benchmarks.plane import run as benchmark
     from benchmarks.plane.cases import Plan
     from benchmarks.plane.peers import OURS, PEERS, settings_of
 
-    connections = (1, 4) if quick else (1, 2, 4, 8)
+    several = (1, 4) if quick else (1, 2, 4, 8)
     slots = [kib << 10 for kib in _counts(slot_kib)]
     settings = {
         OURS: benchmark.settings_of_ours(
-            connections, _counts(gets), _counts(sets), _counts(threads), slots, sealed
+            several, _counts(connections), _counts(threads), slots, sealed
         )
     }
     if not no_peers:
-        settings |= {peer: settings_of(peer, connections) for peer in PEERS}
+        settings |= {peer: settings_of(peer, several) for peer in PEERS}
     plan = Plan(
         settings,
         sizes=[round(mib * (1 << 20)) for mib in _sizes(chunk_mib)],

@@ -41,7 +41,7 @@ from lmcache_redis.admin.stripes import SeenChunk, headers_of, payload_of, read_
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader
 from lmcache_redis.chunks.metadata import MemoryFormat
 from lmcache_redis.chunks.names import Reach
-from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
+from lmcache_redis.config import DEFAULT_CONNECTIONS, DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisError, RedisNotAllowed, RedisProtocolError, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.net.connection import Connection, Connector
@@ -325,7 +325,7 @@ def _read(connector: Connector, keys: list[bytes], deadline: float) -> float:
     with contextlib.ExitStack() as stack:
         connections = [
             stack.enter_context(contextlib.closing(connector.open(_CLIENT_NAME)))
-            for _ in range(DEFAULT_GET_CONNECTIONS)
+            for _ in range(DEFAULT_CONNECTIONS)
         ]
         started = time.perf_counter()
         for connection in connections:

@@ -115,7 +115,7 @@ class Agent:
             disk,
             cache,
             copies,
-            Sessions(cache.pool, cache.metrics, config.session_timeout_s, sights),
+            Sessions(cache.pool, cache.metrics, sights),
             peers,
             PoolPinning(
                 arena.base_address,

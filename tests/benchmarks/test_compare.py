@@ -138,7 +138,7 @@ def test_the_table_of_ratios_says_what_was_met() -> None:
 def test_sealed_values_beside_the_same_plain_ones() -> None:
     samples = Samples()
     for op, seconds in (("load", 0.01), ("overwrite", 0.02)):
-        for setting in (Setting(), Setting(2, 2)):
+        for setting in (Setting(), Setting(2)):
             slower = seconds * (3 if setting == Setting() else 4)
             samples.add(Case("ours", setting, op, 32 * MIB, 8), Measured(seconds, 1.0))
             sealed = replace_setting(setting, sealed=True)

@@ -16,14 +16,13 @@ from lmcache_redis.errors import ConfigError
 def test_defaults_come_before_one_to_eight_connections() -> None:
     first, *others = settings_of_ours((1, 2, 4, 8))
     assert first == Setting()
-    # The defaults are four both ways.
-    expected = [(n, n, True) for n in (1, 2, 8)]
-    expected += [(n, n, False) for n in (4, 1, 2, 8)]
-    assert [(s.get_connections, s.set_connections, s.checksums) for s in others] == expected
+    expected = [(n, True) for n in (1, 2, 8)]
+    expected += [(n, False) for n in (4, 1, 2, 8)]
+    assert [(s.connections, s.checksums) for s in others] == expected
 
 
 def test_what_is_given_is_combined() -> None:
-    found = settings_of_ours((1,), gets=[1, 2], threads=[1, 2])
+    found = settings_of_ours((1,), own=[1, 2], threads=[1, 2])
     assert found == [Setting(g, threads=t) for g in (1, 2) for t in (1, 2)]
     assert settings_of_ours((1,), slot_bytes=[64 << 10]) == [Setting(slot_bytes=64 << 10)]
 
@@ -36,7 +35,7 @@ def test_each_setting_is_measured_with_sealed_values_too() -> None:
 
 def test_peers_are_tried_at_several_settings() -> None:
     for peer in (LMCACHE, GLIDE):
-        assert settings_of(peer, (1, 2, 4, 8)) == [Setting(n, n) for n in (1, 2, 4, 8)]
+        assert settings_of(peer, (1, 2, 4, 8)) == [Setting(n) for n in (1, 2, 4, 8)]
     assert {setting.how for setting in settings_of(REDIS_PY, (1, 8))} == {
         "pipelined",
         "one by one",
@@ -52,7 +51,7 @@ def test_sizes_are_whole_pages(size: int) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--gets", "one"], ["--sets", "0"], ["--chunk-mib", "big"], ["--rounds", "0"]],
+    [["--connections", "one"], ["--connections", "0"], ["--chunk-mib", "big"], ["--rounds", "0"]],
 )
 def test_words_that_mean_nothing_are_refused(
     words: list[str], capsys: pytest.CaptureFixture[str]

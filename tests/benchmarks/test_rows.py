@@ -45,12 +45,12 @@ def test_ours_stripes_and_checks() -> None:
     row = row_of(Case("ours", Setting(), "overwrite", 8 * MIB, 16), (1.0, 1.0))
     assert row.checksum
     assert row.default
-    assert row.connections == Setting().set_connections
+    assert row.connections == Setting().connections
     assert row.threads == Setting().threads
     assert row.stripe_bytes is not None
     assert row.stripe_bytes <= DEFAULT_SLOT_BYTES
     load = row_of(Case("ours", Setting(), "load", 8 * MIB, 16), (1.0, 1.0))
-    assert load.connections == Setting().get_connections
+    assert load.connections == Setting().connections
     assert load.threads == Setting().threads
 
 
@@ -60,11 +60,11 @@ def test_ours_without_checksums_says_so() -> None:
 
 
 def test_ours_set_otherwise_is_not_the_default() -> None:
-    assert not row_of(Case("ours", Setting(8, 8), "load", MIB, 1), (1.0, 1.0)).default
+    assert not row_of(Case("ours", Setting(8), "load", MIB, 1), (1.0, 1.0)).default
 
 
 def test_a_peer_stores_whole_chunks_without_checksum() -> None:
-    row = row_of(Case("lmcache", Setting(4, 4), "steady", 8 * MIB, 16), (1.0, 1.0))
+    row = row_of(Case("lmcache", Setting(4), "steady", 8 * MIB, 16), (1.0, 1.0))
     assert (row.connections, row.checksum, row.default) == (4, False, False)
     assert (row.stripe_bytes, row.threads, row.how) == (8 * MIB, None, None)
 
@@ -79,7 +79,7 @@ def test_a_scan_has_ms_alone() -> None:
 def test_cases_are_told_apart_and_keep_their_order() -> None:
     made = Samples()
     cases = [
-        Case("ceiling", Setting(1, 1, how=how), op, MIB, 1)
+        Case("ceiling", Setting(1, how=how), op, MIB, 1)
         for how in ("socket", "memcpy")
         for op in ("load", "overwrite")
     ]

@@ -105,7 +105,7 @@ class Broken(WorkerProcess):
 
 def test_a_peer_that_fails_is_dropped_and_ours_goes_on(redis_server: RedisServer) -> None:
     said: list[str] = []
-    settings = {REDIS_PY: [Setting(1, 1)], OURS: [Setting()]}
+    settings = {REDIS_PY: [Setting(1)], OURS: [Setting()]}
     plan = Plan(settings, [256 * KIB], 1 << 20, 2, 1, ((10, 1),))
     server, broken = Server(redis_server.url), Broken()
     with WorkerProcess(OURS, redis_server.url) as ours:
@@ -165,7 +165,7 @@ def test_a_full_server_is_as_before_afterwards(redis_server: RedisServer) -> Non
 @pytest.mark.servers
 def test_the_command_writes_rows_and_a_plot(tmp_path: Path) -> None:
     words = ["--quick", "--rounds", "1", "--chunk-mib", "0.25", "--moved-mib", "1"]
-    words += ["--gets", "1,2", "--no-peers", "--no-scans"]
+    words += ["--connections", "1,2", "--no-peers", "--no-scans"]
     words += ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "plot.png")]
     assert main(["data-plane", *words]) == 0
     document = json.loads((tmp_path / "rows.json").read_text())

@@ -31,7 +31,7 @@ from tests.servers import RedisServer, free_port
 BATCH = Batch(value_bytes=64 << 10, items=5)
 SETTINGS = [
     (OURS, Setting()),
-    (OURS, Setting(2, 2, slot_bytes=16 << 10)),
+    (OURS, Setting(2, slot_bytes=16 << 10)),
     (OURS, Setting(checksums=False)),
     *((peer, setting) for peer in (LMCACHE, GLIDE) for setting in settings_of(peer, (3,))),
     *((peer, setting) for peer in (REDIS_PY, CEILING) for setting in settings_of(peer, (1, 2))),
@@ -97,7 +97,7 @@ def test_without_a_server_a_worker_says_so() -> None:
 def test_a_client_that_hangs_is_ended(redis_server: RedisServer) -> None:
     """LMCache's client never answers for a key that does not exist."""
     need(LMCACHE, redis_server.url)
-    setting = Setting(1, 1)
+    setting = Setting(1)
     with WorkerProcess(LMCACHE, redis_server.url) as worker:
         worker.ask(Store(setting, BATCH, "gone", fresh=True))
         redis_server.command("FLUSHALL")

@@ -250,7 +250,7 @@ def test_tools_do_not_trust_a_default_directory_of_others(
         (["--endpoint", "tcp://127.0.0.1:7000"], "tcp:// is not served"),
         (["--pool-bytes", "lots"], "--pool-bytes: 'lots' is not a size"),
         (["--copy-threads", "0"], "--copy-threads is 0: set it to between 1 and 64"),
-        (["--device", "tpu"], "--device is 'tpu': choose one of auto, cpu, cuda"),
+        (["--batch-copies", "no"], "--batch-copies is 'no': choose one of auto, off"),
     ],
 )
 def test_a_wrong_setting_is_one_sentence(words: list[str], says: str) -> None:

@@ -110,6 +110,8 @@ def test_every_number_is_refused_in_one_voice(
         (["doctor", "--prefill-tokens-per-s", "abc"], "--prefill-tokens-per-s: 'abc' is not a num"),
         (["doctor", "--fail-on", "x"], "--fail-on is 'x': choose one of critical, warning, hint"),
         (["size", "model", "--memory", "64"], "--memory: '64' is 64 bytes: write it as 64GiB"),
+        (["agent", "--get-connections", "2"], "there is no --get-connections any more: set --con"),
+        (["gateway", "--threads=2"], "there is no --threads any more: remove it"),
         (["settings", "--of", "x"], "--of is 'x': choose one of agent, gateway, engine"),
     ],
 )
@@ -124,8 +126,8 @@ def test_mistakes_have_one_voice(
 
 
 def test_errors_of_json_are_json(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    text, status = said(["agent", "--device", "tpu", "--json"], monkeypatch, capsys)
-    error = "--device is 'tpu': choose one of auto, cpu, cuda"
+    text, status = said(["agent", "--batch-copies", "no", "--json"], monkeypatch, capsys)
+    error = "--batch-copies is 'no': choose one of auto, off"
     assert json.loads(text) == {"error": error, "exit_status": 2}
     assert status == 2
 

@@ -41,7 +41,7 @@ def test_the_documented_calls_with_a_server() -> None:
     shape = torch.Size([2, 32, 256, 128])
     length = math.prod(shape) * 2
     payload = random.Random(1).randbytes(length)
-    sizes = {"buffer_bytes": 32 << 20, "max_payload_bytes": 8 << 20, "memory_bytes": 16 << 20}
+    sizes = {"buffer_bytes": 32 << 20, "memory_bytes": 16 << 20}
     with Serving([], **sizes) as serving, serving.client() as client:
 
         def ask(command: ClientCommand, key: Any) -> ServerMetaMessage:

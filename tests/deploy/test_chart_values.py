@@ -118,7 +118,7 @@ def test_settings_that_reload_roll_no_pod(mode: str) -> None:
 
     other = {
         "log_level": "debug", "write_queue_bytes": "1GiB", "disk_size": "1GiB",
-        "session_timeout_s": 9, "heartbeat_timeout_s": 9, "shutdown_deadline_s": 9,
+        "shutdown_deadline_s": 9,
     }  # fmt: skip
     assert set(other) == set(RELOADABLE)
     assert template() == template(**other)

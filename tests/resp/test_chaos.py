@@ -53,7 +53,7 @@ def wreak(server: RedisServer, proxy: Proxy, source: random.Random, until: float
 @pytest.mark.parametrize("seed", [1])
 def test_chaos(own_server: RedisServer, seed: int, seal_keys: SealKeys | None) -> None:
     times = {"op_timeout_s": 0.3, "connect_timeout_s": 0.3}
-    settings = {**times, "set_connections": 2, "seal_keys": seal_keys}
+    settings = {**times, "connections": 2, "seal_keys": seal_keys}
     with Proxy(own_server.port) as proxy, running(proxy.url, **settings) as plane:
         traffic = Traffic(plane, seed)
         until = time.monotonic() + SECONDS

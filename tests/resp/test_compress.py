@@ -176,7 +176,7 @@ def test_a_plane_that_only_reads(server: RedisServer) -> None:
 
     with running(server.url, compress="lossless") as plane:
         assert write(plane, numbers(1)) == [WriteOutcome.STORED]
-    with running(server.url, get_connections=1) as plane:
+    with running(server.url, connections=1) as plane:
         loads(plane)
     with running(server.url, verify_checksums=False) as plane:
         loads(plane)

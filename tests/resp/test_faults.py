@@ -73,7 +73,7 @@ def test_killed_while_idle_and_restarted_empty(own_server: RedisServer) -> None:
 
 
 def test_killed_in_the_middle_of_loads(own_server: RedisServer) -> None:
-    with Proxy(own_server.port) as proxy, running(proxy.url, get_connections=2) as plane:
+    with Proxy(own_server.port) as proxy, running(proxy.url, connections=2) as plane:
         chunks = [Chunk(n, SIZE, SLOT, seed=n) for n in range(20)]
         assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
         proxy.for_gets.extend([None] * 13 + [Stall(1000)] * 2)
@@ -96,7 +96,7 @@ def test_killed_in_the_middle_of_loads(own_server: RedisServer) -> None:
 
 def test_killed_in_the_middle_of_stores(own_server: RedisServer) -> None:
     chunks = [Chunk(number, SIZE, SLOT, seed=number) for number in range(10)]
-    with Proxy(own_server.port) as proxy, running(proxy.url, set_connections=3) as plane:
+    with Proxy(own_server.port) as proxy, running(proxy.url, connections=3) as plane:
         # All are open: the proxy holds the answers to a greeting back as well.
         wait_until(lambda: write(plane, *chunks) and connections_of(own_server, "set") == 3)
         own_server.command("FLUSHALL")
@@ -116,7 +116,7 @@ def test_killed_in_the_middle_of_stores(own_server: RedisServer) -> None:
 
 def test_a_restart_in_the_middle_of_a_store_makes_no_half_chunk(own_server: RedisServer) -> None:
     """Stripes acknowledged before the restart are gone, so stripe 0 must not follow."""
-    with Proxy(own_server.port) as proxy, running(proxy.url, set_connections=2) as plane:
+    with Proxy(own_server.port) as proxy, running(proxy.url, connections=2) as plane:
         check_works(plane)
         acknowledged = proxy.acknowledged
         proxy.hold_after = acknowledged + 8
@@ -168,7 +168,7 @@ def test_stopped_past_the_deadline_then_continued(own_server: RedisServer) -> No
 
 def test_a_queued_job_is_answered_at_its_own_deadline(proxy: Proxy) -> None:
     """The only reader waits long for another chunk; who is queued behind does not."""
-    with running(proxy.url, get_connections=1, op_timeout_s=30.0) as plane:
+    with running(proxy.url, connections=1, op_timeout_s=30.0) as plane:
         check_works(plane)
         answers = Answers()
         proxy.for_gets.append(Stall(100))
@@ -343,7 +343,7 @@ CUTS = [0, 1, 2, 5, 6, 7, 8, 9, 262, 646, 647, 648, 649, 2000, 4742, 4743, 4744]
 
 
 def test_replies_cut_after_any_number_of_bytes(server: RedisServer, proxy: Proxy) -> None:
-    with running(proxy.url, get_connections=1) as plane:
+    with running(proxy.url, connections=1) as plane:
         check_works(plane)
         for after_bytes in CUTS:
             proxy.for_gets.append(Cut(after_bytes))
@@ -372,7 +372,7 @@ GARBAGE = [
 
 @pytest.mark.parametrize("reply", GARBAGE, ids=range(len(GARBAGE)))
 def test_garbage_in_place_of_a_reply(server: RedisServer, proxy: Proxy, reply: bytes) -> None:
-    with running(proxy.url, get_connections=1) as plane:
+    with running(proxy.url, connections=1) as plane:
         check_works(plane)
         proxy.for_gets.append(Forge(reply))
         assert read(plane, Chunk(99, SIZE, SLOT)) == [ReadOutcome.UNAVAILABLE]
@@ -382,7 +382,7 @@ def test_garbage_in_place_of_a_reply(server: RedisServer, proxy: Proxy, reply: b
 
 def test_a_reply_meant_for_somebody_else_is_not_taken(proxy: Proxy, server: RedisServer) -> None:
     """A whole value of another chunk, well formed, in place of ours."""
-    with running(proxy.url, get_connections=1) as plane:
+    with running(proxy.url, connections=1) as plane:
         other = Chunk(7, SIZE, SLOT, seed=7)
         assert write(plane, other) == [WriteOutcome.STORED]
         check_works(plane)

@@ -110,7 +110,7 @@ def test_fewer_connections_than_wanted_then_all(own_server: RedisServer) -> None
 def test_one_set_connection_lost_makes_no_half_chunk(own_server: RedisServer, which: int) -> None:
     """Each of them in turn, in the middle of a store: what is visible is whole."""
     chunks = [Chunk(n, 64 * SLOT, SLOT, seed=n) for n in range(8)]
-    with running(own_server.url, set_connections=4) as plane:
+    with running(own_server.url, connections=4) as plane:
         assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
         with own_server.client() as client:
             ids = [

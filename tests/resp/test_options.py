@@ -136,10 +136,10 @@ def test_tls_files_are_looked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"get_connections": 0},
-        {"set_connections": 65},
+        {"connections": 0},
+        {"connections": 65},
         {"network_threads": 0},
-        {"get_connections": True},
+        {"connections": True},
         {"op_timeout_s": 0},
         {"connect_timeout_s": -1},
         {"probe_interval_s": float("nan")},

@@ -71,14 +71,9 @@ def test_values_are_what_the_format_says(plane: RedisPlane, server: RedisServer)
     assert again.store_id not in store_ids
 
 
-@pytest.mark.parametrize(("gets", "sets", "threads"), [(1, 1, 1), (4, 3, 2), (2, 9, 4)])
-def test_any_number_of_connections(server: RedisServer, gets: int, sets: int, threads: int) -> None:
-    settings = {
-        "get_connections": gets,
-        "set_connections": sets,
-        "network_threads": threads,
-    }
-    with running(server.url, **settings) as plane:
+@pytest.mark.parametrize(("connections", "threads"), [(1, 1), (3, 2), (9, 4), (2, 4)])
+def test_any_number_of_connections(server: RedisServer, connections: int, threads: int) -> None:
+    with running(server.url, connections=connections, network_threads=threads) as plane:
         stored = [Chunk(n, 50_000 + n, SLOT, seed=n) for n in range(20)]
         assert set(write(plane, *stored)) == {WriteOutcome.STORED}
         loaded = [Chunk(n, 50_000 + n, SLOT) for n in range(20)]
@@ -133,7 +128,7 @@ def test_a_chunk_moves_once_at_a_time(own_server: RedisServer) -> None:
 
 def test_stripe_0_waits_for_all_others(proxy: Proxy, server: RedisServer) -> None:
     one, two = Chunk(1, 5 * SLOT, SLOT, seed=1), Chunk(2, 4 * SLOT, SLOT, seed=2)
-    with running(proxy.url, set_connections=3) as plane:
+    with running(proxy.url, connections=3) as plane:
         # All three connections are open before their replies are held back.
         assert write(plane, Chunk(0, 8 * SLOT, SLOT)) == [WriteOutcome.STORED]
         server.command("FLUSHALL")
@@ -164,7 +159,7 @@ def test_stripe_0_is_last_in_the_order_of_the_server(server: RedisServer) -> Non
     chunks = [Chunk(n, (n % 4 + 1) * 64, 64, seed=n) for n in range(12)]
     total = sum(chunk.stripe_count for chunk in chunks)
     with server.client() as client, client.monitor() as monitor:
-        with running(server.url, set_connections=3) as plane:
+        with running(server.url, connections=3) as plane:
             assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
         seen: list[tuple[int, int]] = []
         while len(seen) < total:
@@ -235,7 +230,7 @@ def test_close_does_not_wait_for_a_server_that_is_stopped(own_server: RedisServe
 
 
 def test_cancel_ends_queued_reads_and_leaves_others_alone(proxy: Proxy) -> None:
-    with running(proxy.url, get_connections=1) as plane:
+    with running(proxy.url, connections=1) as plane:
         chunks = [Chunk(n, 3 * SLOT, SLOT, seed=n) for n in range(3)]
         write(plane, *chunks)
         wait_until(lambda: not plane._jobs.transfers)

@@ -109,7 +109,7 @@ def test_stored_and_loaded(
 ) -> None:
     chunks = [Chunk(number, size, slot, seed=number) for number in range(5)]
     before = [chunk.content for chunk in chunks]
-    settings = {"network_threads": threads, "set_connections": 2, "get_connections": 2}
+    settings = {"network_threads": threads, "connections": 2}
     with running(server.url, seal_keys=KEYS, **settings) as plane:
         assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
         assert [chunk.content for chunk in chunks] == before, "the slots stay as they are"
@@ -402,7 +402,7 @@ def test_a_server_that_stalls_while_stripes_are_sent(own_server: RedisServer) ->
     """What was sent in part stays as it is."""
     size = 8 << 20
     chunks = [Chunk(number, size, size, seed=number) for number in range(8)]
-    with running(own_server.url, seal_keys=SealKeys([OLD]), set_connections=1) as plane:
+    with running(own_server.url, seal_keys=SealKeys([OLD]), connections=1) as plane:
         assert write(plane, chunks[0]) == [WriteOutcome.STORED]
         own_server.stop()
         answers = Answers()

@@ -167,7 +167,7 @@ def test_closing_answers_all(server: RedisServer) -> None:
 
 
 def test_a_lost_connection_costs_what_was_under_way(server: RedisServer) -> None:
-    with Proxy(server.port) as proxy, running(proxy.url, get_connections=2) as plane:
+    with Proxy(server.port) as proxy, running(proxy.url, connections=2) as plane:
         stored, loaded = some(32, filled=True), some(32)
         assert set(write(plane, *stored)) == {WriteOutcome.STORED}
         assert set(read(plane, *some(32))) == {ReadOutcome.LOADED}

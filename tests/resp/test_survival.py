@@ -65,7 +65,7 @@ def settled(plane: RedisPlane, number: int) -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_reply_cut_after_every_byte(server: RedisServer, role: str) -> None:
-    settings = {"get_connections": 1, "probe_interval_s": 0.01}
+    settings = {"connections": 1, "probe_interval_s": 0.01}
     with Scissors(server.port) as scissors, running(scissors.url, **settings) as plane:
         settled(plane, 1)
         for after_bytes in range(ROLES[role]):
@@ -93,7 +93,7 @@ GARBAGE = [
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("reply", GARBAGE, ids=range(len(GARBAGE)))
 def test_garbage_on_any_connection(server: RedisServer, role: str, reply: bytes) -> None:
-    settings = {"get_connections": 1, "probe_interval_s": 0.01, "op_timeout_s": 0.3}
+    settings = {"connections": 1, "probe_interval_s": 0.01, "op_timeout_s": 0.3}
     with Scissors(server.port) as scissors, running(scissors.url, **settings) as plane:
         settled(plane, 1)
         scissors.replace(role, reply)
@@ -208,7 +208,7 @@ def test_full_speed_again_after_its_return(
 
 
 def test_a_length_that_no_server_writes(server: RedisServer, proxy: Proxy) -> None:
-    with running(proxy.url, get_connections=1) as plane:
+    with running(proxy.url, connections=1) as plane:
         chunk = Chunk(99, 16_384, 4096, seed=99)
         assert write(plane, chunk) == [WriteOutcome.STORED]
         with server.client() as client:

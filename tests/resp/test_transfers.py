@@ -243,7 +243,7 @@ def test_a_late_value_leaves_the_slot_alone() -> None:
         return b"$-1\r\n"
 
     chunk, other = Chunk(1, 4096, 4096), Chunk(2, 4096, 4096)
-    with LyingServer(answer) as server, running(server.url, get_connections=1) as plane:
+    with LyingServer(answer) as server, running(server.url, connections=1) as plane:
         wait_until(lambda: open_streams(plane) == 3)
         assert read(plane, chunk, within_s=0.1) == [ReadOutcome.TIMED_OUT]
         assert read(plane, other) == [ReadOutcome.MISSING]
@@ -268,7 +268,7 @@ def test_a_store_that_is_not_understood_is_unavailable(reply: bytes) -> None:
 def test_nothing_is_sent_after_a_connection_was_lost(own_server: RedisServer) -> None:
     """Until every reply in flight has arrived: the server may have been restarted."""
     chunk = Chunk(1, 200 * 4096, 4096, seed=1)
-    with Proxy(own_server.port) as proxy, running(proxy.url, set_connections=4) as plane:
+    with Proxy(own_server.port) as proxy, running(proxy.url, connections=4) as plane:
         assert write(plane, Chunk(2, 40 * 4096, 4096, seed=2)) == [WriteOutcome.STORED]
         proxy.hold_after = proxy.acknowledged + 20
         answers: list[WriteOutcome] = []
@@ -293,7 +293,7 @@ def test_nothing_is_sent_after_a_connection_was_lost(own_server: RedisServer) ->
 @pytest.mark.usefixtures("both_ways")
 def test_reads_go_on_while_the_server_takes_no_writes(own_server: RedisServer) -> None:
     chunk = Chunk(1, 40_000, 4096, seed=1)
-    with running(own_server.url, get_connections=1, set_connections=1) as plane:
+    with running(own_server.url, connections=1) as plane:
         assert write(plane, chunk) == [WriteOutcome.STORED]
         assert read(plane, chunk) == [ReadOutcome.LOADED]
         wait_until(lambda: open_streams(plane) == 3)

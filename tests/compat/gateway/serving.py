@@ -240,8 +240,7 @@ class Serving:
         **settings: Any,
     ) -> None:
         settings = {
-            "listen": "lm://127.0.0.1:0", "buffer_bytes": 1 << 20,
-            "max_payload_bytes": 1 << 19, "shutdown_deadline_s": 2.0,
+            "listen": "lm://127.0.0.1:0", "buffer_bytes": 1 << 21, "shutdown_deadline_s": 2.0,
             "memory_bytes": 0, "disk_path": "a tier", **settings,
         }  # fmt: skip
         config = GatewayConfig(**settings)

@@ -100,7 +100,7 @@ def test_list_names_all_keys_and_no_others(client: Client, backend: DictTier) ->
 
 
 def test_a_long_list(client: Client, backend: DictTier, serving: Serving) -> None:
-    """It may take a KiB of memory for each key of --max-payload-bytes."""
+    """It may take a KiB of a payload's memory for each key."""
     keys = {f"model@1@0@{number:016x}@half" for number in range(500)}
     for key in keys:
         number = bytes.fromhex(key.split("@")[3])

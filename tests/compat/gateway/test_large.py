@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lmcache_redis.compat.gateway import server
 from lmcache_redis.compat.gateway.wire import object_key_of
 from tests.compat.gateway.serving import WAIT_S, DictTier, Serving
 from tests.compat.gateway.wire import EXIST, FAILED, GET, KEY, PUT, SUCCEEDED, UINT8, header, put
@@ -20,9 +21,7 @@ pytestmark = pytest.mark.servers
 
 MIB = 1 << 20
 # Memory has room for eight of the large chunks.
-LARGE = {
-    "buffer_bytes": 64 * MIB, "max_payload_bytes": 16 * MIB, "memory_bytes": 64 * MIB,
-}  # fmt: skip
+LARGE = {"buffer_bytes": 64 * MIB, "memory_bytes": 64 * MIB}
 
 
 def key(number: int) -> str:
@@ -85,9 +84,10 @@ def test_a_client_that_closes_its_side_gets_its_reply(large_serving: Serving) ->
         assert client.ended()
 
 
-def test_who_does_not_go_on_is_cut_off(lower: DictTier) -> None:
+def test_who_does_not_go_on_is_cut_off(lower: DictTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT_S", 2.0)
     with (
-        Serving(lower, request_timeout_s=2.0, **LARGE) as serving,
+        Serving(lower, **LARGE) as serving,
         serving.client() as reader,
         serving.client() as writer,
         serving.client() as idle,

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
-from lmcache_redis.compat.gateway import connection
+from lmcache_redis.compat.gateway import connection, server
 from lmcache_redis.compat.gateway.wire import object_key_of
 from tests.compat.gateway.serving import DictTier, Serving
 from tests.compat.gateway.wire import (
@@ -90,7 +90,7 @@ def test_an_impossible_length_ends_the_connection(
                 assert again.ended()
     (line,) = [each.getMessage() for each in caplog.records]
     assert f"a PUT of {length} bytes" in line
-    assert "--max-payload-bytes" in line
+    assert "(a quarter of --buffer-bytes)" in line
     with serving.client() as other:
         assert other.healthy()
 
@@ -175,9 +175,12 @@ def test_a_put_cut_off_anywhere_leaves_nothing(backend: DictTier) -> None:
             assert client.get(KEY) is None
 
 
-def test_who_sends_too_slowly_is_cut_off(backend: DictTier) -> None:
+def test_who_sends_too_slowly_is_cut_off(
+    backend: DictTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT_S", 1.5)
     with (
-        Serving(backend, request_timeout_s=1.5) as serving,
+        Serving(backend) as serving,
         serving.client() as in_header,
         serving.client() as in_payload,
         serving.client() as in_dropped,
@@ -195,8 +198,11 @@ def test_who_sends_too_slowly_is_cut_off(backend: DictTier) -> None:
         assert idle.list() == set()
 
 
-def test_dripping_does_not_count_as_moving(backend: DictTier) -> None:
-    with Serving(backend, request_timeout_s=0.3) as serving, serving.client() as client:
+def test_dripping_does_not_count_as_moving(
+    backend: DictTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT_S", 0.3)
+    with Serving(backend) as serving, serving.client() as client:
         client.send(header(PUT, KEY, 1000, 1, UINT8, (1000, 0, 0, 0)))
         with contextlib.suppress(ConnectionError):
             for _ in range(999):
@@ -205,11 +211,12 @@ def test_dripping_does_not_count_as_moving(backend: DictTier) -> None:
         assert serving.stats()["closed_connections_stalled"] == 1
 
 
-def test_a_slow_reader_holds_nobody_up(backend: DictTier) -> None:
+def test_a_slow_reader_holds_nobody_up(backend: DictTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks for more than sockets hold, reads nothing, and is cut off; others do not wait."""
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT_S", 2.0)
     payload = bytes(1 << 19)
     with (
-        Serving(backend, request_timeout_s=2.0, buffer_bytes=4 << 20) as serving,
+        Serving(backend, buffer_bytes=4 << 20) as serving,
         serving.client() as writer,
         serving.client() as slow,
     ):
@@ -228,9 +235,12 @@ def test_a_slow_reader_holds_nobody_up(backend: DictTier) -> None:
         assert writer.healthy()
 
 
-def test_a_reader_that_is_only_slow_gets_everything(backend: DictTier) -> None:
+def test_a_reader_that_is_only_slow_gets_everything(
+    backend: DictTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT_S", 2.0)
     payload = bytes(range(256)) * 2048
-    with Serving(backend, request_timeout_s=2.0) as serving, serving.client() as client:
+    with Serving(backend) as serving, serving.client() as client:
         client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
         client.put(KEY, payload)
         client.send(header(GET, KEY) * 8)
@@ -243,21 +253,21 @@ def test_a_reader_that_is_only_slow_gets_everything(backend: DictTier) -> None:
 
 
 def test_puts_wait_for_room_each_on_its_own_connection(backend: DictTier) -> None:
-    """The buffers hold one chunk, and the others wait; all are stored."""
-    with Serving(backend, buffer_bytes=1 << 16, max_payload_bytes=50_000) as serving:
+    """The buffers hold four chunks, and the others wait; all are stored."""
+    with Serving(backend, buffer_bytes=1 << 16) as serving:
         backend.open.clear()
         clients = [serving.client() for _ in range(8)]
         try:
             for number, client in enumerate(clients):
-                client.put(f"m@1@0@{number}0@half", bytes([number]) * 50_000)
+                client.put(f"m@1@0@{number}0@half", bytes([number]) * 16_000)
             serving.until(requests_put=8)
             time.sleep(0.2)
-            assert backend.writes == 1
+            assert backend.writes == 4
             with serving.client() as other:
                 assert other.healthy()
             backend.open.set()
             for number, client in enumerate(clients):
-                assert client.get(f"m@1@0@{number}0@half") == bytes([number]) * 50_000
+                assert client.get(f"m@1@0@{number}0@half") == bytes([number]) * 16_000
         finally:
             for client in clients:
                 client.socket.close()
@@ -265,20 +275,21 @@ def test_puts_wait_for_room_each_on_its_own_connection(backend: DictTier) -> Non
 
 def test_a_get_without_room_waits_for_its_turn(backend: DictTier) -> None:
     with (
-        Serving(backend, buffer_bytes=1 << 16, max_payload_bytes=50_000) as serving,
+        Serving(backend, buffer_bytes=1 << 16) as serving,
         serving.client() as reader,
-        serving.client() as writer,
+        clients(serving, 4) as writers,
     ):
-        reader.put(KEY, b"y" * 50_000)
+        reader.put(KEY, b"y" * 16_000)
         assert reader.exists(KEY)
-        half_sent = put("m@1@0@ab@half", bytes(40_000))
-        writer.send(half_sent[:20_000])
-        serving.until(buffer_used_bytes=40_000)
+        half_sent = put("m@1@0@ab@half", bytes(16_000))
+        for writer in writers:
+            writer.send(half_sent[:8_000])
+        serving.until(buffer_used_bytes=64_000)
         reader.send(header(GET, KEY))
         serving.until(requests_get=1)
-        writer.send(half_sent[20_000:])
-        assert reader.reply()[:2] == (200, 50_000)
-        assert reader.receive(50_000) == b"y" * 50_000
+        writers[0].send(half_sent[8_000:])
+        assert reader.reply()[:2] == (200, 16_000)
+        assert reader.receive(16_000) == b"y" * 16_000
 
 
 def test_a_fault_of_a_tier_ends_one_connection(
@@ -343,10 +354,9 @@ def clients(serving: Serving, count: int) -> Iterator[list[Client]]:
 @pytest.mark.parametrize("memory", [False, True])
 def test_slow_clients_beside_others(memory: bool) -> None:
     """They hold the room of what they announced: others are served."""
-    sizes = {"buffer_bytes": 64 * MIB, "max_payload_bytes": MIB}
-    kept = {"memory_bytes": 64 * MIB if memory else 0}
+    memory_bytes = 64 * MIB if memory else 0
     with (
-        Serving(DictTier(), **kept, **sizes) as serving,
+        Serving(DictTier(), memory_bytes=memory_bytes, buffer_bytes=64 * MIB) as serving,
         clients(serving, 32) as slow,
         serving.client() as good,
     ):
@@ -369,11 +379,11 @@ def test_slow_clients_beside_others(memory: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["writers", "readers"])
-def test_slow_clients_that_hold_all_room_lose_it(how: str) -> None:
+def test_slow_clients_that_hold_all_room_lose_it(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT_S", 2.0)
     payload = bytes(16 * MIB)
-    sizes = {"buffer_bytes": 64 * MIB, "max_payload_bytes": 16 * MIB}
     with (
-        Serving(DictTier(), request_timeout_s=2.0, **sizes) as serving,
+        Serving(DictTier(), buffer_bytes=64 * MIB) as serving,
         serving.client() as good,
         clients(serving, 4) as slow,
     ):
@@ -404,7 +414,7 @@ def test_a_list_is_not_cut_short(backend: DictTier, monkeypatch: pytest.MonkeyPa
 
 def test_list_does_not_wait_for_who_reads_slowly(backend: DictTier) -> None:
     with (
-        Serving(backend, buffer_bytes=16 << 20, max_payload_bytes=4 << 20) as serving,
+        Serving(backend, buffer_bytes=16 << 20) as serving,
         serving.client() as slow,
         serving.client() as other,
     ):

@@ -35,8 +35,7 @@ def test_whatever_a_request_says_is_in_the_reply(
         "disk_path": str(tmp_path / "disk") if on_disk else None,
         "disk_size": 16 << 20,
         "redis_url": server.url if everything or tiers == "redis" else None,
-        "buffer_bytes": 8 << 20,
-        "max_payload_bytes": 4 << 20,
+        "buffer_bytes": 16 << 20,
     }
     with Serving(None, **settings) as serving, serving.client() as client:
         for number, (length, fmt, dtype, shape) in enumerate(FORMS):
@@ -55,8 +54,7 @@ def test_many_clients_on_all_tiers(server: RedisServer) -> None:
     """Memory holds a third of the chunks, buffers fewer still: nothing mixes, nothing is lost."""
     problems: list[BaseException] = []
     settings = {"memory_bytes": 2 << 20, "disk_path": None, "redis_url": server.url}
-    sizes = {"buffer_bytes": 2 << 20, "max_payload_bytes": 1 << 20}
-    with Serving(None, **settings, **sizes) as serving:
+    with Serving(None, **settings, buffer_bytes=1 << 20) as serving:
 
         def work(number: int) -> None:
             source = random.Random(number)

@@ -158,7 +158,7 @@ def test_a_dead_redis_is_misses_at_once(door: L2Caller, redis: RedisServer) -> N
 
 def test_a_stopped_redis_blocks_no_caller(open_door: Open, redis: RedisServer) -> None:
     """No task ends at once, so a call that waited for its own would find it ended."""
-    door = open_door(lookup_timeout_s=5.0, load_timeout_s=5.0, store_timeout_s=5.0)
+    door = open_door(timeout_s=50.0)
     objects = filled(0), filled(2)  # they belong to the door until their tasks have ended
     door.store(keys(1), filled(1))
     redis.stop()
