@@ -2,14 +2,13 @@
 """Which chunks a server holds, by SCAN and key names, and what their stripes are, by headers.
 
 SCAN returns every key that exists from its start to its end at least once; keys that are added or
-removed meanwhile may be missed. Chunks of one form (layout, model, worker) are cut alike, and any
-header says how.
+removed meanwhile may be missed.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,8 +35,6 @@ SAMPLE_KEYS = 20_000
 # Of a survey, and what a name takes in it beside its bytes: some three million chunks.
 MOST_BYTES = 2 << 30
 _NAME_BYTES = 600
-# Headers that are read for a form; the first valid one says how its chunks are cut.
-_ATTEMPTS = 16
 
 Form = tuple[bytes, str, int]
 # What is done, how many of them, of how many.
@@ -338,57 +335,3 @@ def read_idle(server: PrimaryServers, chunks: Sequence[SeenChunk]) -> list[int |
     """
     keys = [chunk.name.stripe(chunk.first) for chunk in chunks]
     return [idle for (idle,) in server.ask_each(keys, lambda key: [("OBJECT", "IDLETIME", key)])]
-
-
-def payload_of(header: StripeHeader) -> int:
-    """The payload of each stripe of the chunk, but of the last, which may have less."""
-    if header.stripe_index and header.stripe_index == header.stripe_count - 1:
-        return header.payload_offset // header.stripe_index
-    return header.payload_bytes
-
-
-def size_of(header: StripeHeader, stripes: int) -> int:
-    """Size of the values of these stripes (a bitmask) of the chunk, headers included."""
-    payload, inside = payload_of(header), stripes & ((1 << header.stripe_count) - 1)
-    total = inside.bit_count() * (HEADER_BYTES + payload)
-    if inside >> (header.stripe_count - 1):
-        total -= header.stripe_count * payload - header.chunk_bytes
-    return total
-
-
-def missing(header: StripeHeader, stripes: int) -> list[int]:
-    """Indexes of the stripes of the chunk that this bitmask lacks."""
-    return [index for index in range(header.stripe_count) if not stripes >> index & 1]
-
-
-def headers_of(server: PrimaryServers, chunks: Iterable[SeenChunk]) -> dict[Form, StripeHeader]:
-    """A valid header of each form, of the first chunk that has one; a form without is left out.
-
-    Counts as a use of the chunks that are read. Raises RedisError.
-    """
-    by_form: dict[Form, list[SeenChunk]] = {}
-    for chunk in chunks:
-        by_form.setdefault(chunk.form, []).append(chunk)
-    headers: dict[Form, StripeHeader] = {}
-    for form, some in by_form.items():
-        for chunk in some[:_ATTEMPTS]:
-            (stripe,) = read_stripes(server, [(chunk.name, chunk.first)])
-            if stripe.own is not None:
-                headers[form] = stripe.own
-                break
-    return headers
-
-
-def find_missing(
-    server: PrimaryServers, chunks: Iterable[tuple[SeenChunk, StripeHeader | None]]
-) -> None:
-    """Adds to each chunk the stripes that exist and were not seen. Raises RedisError."""
-    asked = [
-        (chunk, index)
-        for chunk, header in chunks
-        for index in (missing(header, chunk.stripes) if header else ())
-    ]
-    keys = [chunk.name.stripe(index) for chunk, index in asked]
-    there = server.ask_each(keys, lambda key: [("EXISTS", key)])
-    for (chunk, index), (is_there,) in zip(asked, there, strict=True):
-        chunk.stripes |= (is_there == 1) << index

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -40,6 +40,9 @@ from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.resp.bulk import MOST_TASKS, SHORT_BYTES, End, StripeFailure
 from lmcache_redis.seal import Opened, SealKeys
 from lmcache_redis.tiers import ChunkIO, ReadOutcome
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 # What was found for a stripe: the id of its store if it is good, else what the load ends with.
 Found = ReadOutcome | bytes
@@ -96,10 +99,10 @@ class Codec(ABC):
 
     def _pack(self, stripe: StripeIO, header: bytearray) -> memoryview:
         """What is to be stored of a payload, and that in the header."""
-        element_bytes = element_bytes_of(stripe.frame.metadata) if self._packs else 0
-        if element_bytes:
+        if self._packs and (sizes := elements_of(stripe.frame.metadata)):
             room = self._packed.next(stripe.payload.nbytes)
-            if used := packing.pack(stripe.payload, element_bytes, room):
+            element_bytes, used = pack(stripe.payload, sizes, room)
+            if used:
                 mark_packed(header, element_bytes, used)
                 return room[:used]
         return stripe.payload
@@ -262,15 +265,28 @@ def codec_of(keys: SealKeys | None, packs: bool = False) -> Codec:
 
 
 @functools.lru_cache(maxsize=1024)
-def element_bytes_of(metadata: bytes) -> int:
-    """The bytes of each number of a chunk; 0: they differ, or have no exponents.
+def elements_of(metadata: bytes) -> tuple[int, ...]:
+    """The bytes that the numbers of a chunk may have; none: they differ, or have no exponents.
 
-    Pages that are stored as bytes mostly have numbers of two: a sample says whether that is so.
+    Pages that are stored as bytes are vLLM's of fp8, or mostly have numbers of two bytes.
     """
     described = parsed_metadata(metadata)
-    sizes = packing.ELEMENT_BYTES | {"uint8": 2}
-    found = {sizes.get(name, 0) for name in described.dtype_names}
-    return found.pop() if len(found) == 1 and described.fmt not in ENCODED_FORMATS else 0
+    names = {*described.dtype_names}
+    sizes = {packing.ELEMENT_BYTES.get(name, 0) for name in names - {"uint8"}}
+    if not names or 0 in sizes or len(sizes) > 1 or described.fmt in ENCODED_FORMATS:
+        return ()
+    return (*sizes,) or (1, 2)
+
+
+def pack(payload: Buffer, sizes: tuple[int, ...], into: memoryview) -> tuple[int, int]:
+    """The first of these sizes of numbers with which packing pays, and the bytes used; 0: none.
+
+    Numbers of more bytes have noise in most of them: as single bytes they are refused.
+    """
+    for element_bytes in sizes:
+        if used := packing.pack(payload, element_bytes, into):
+            return element_bytes, used
+    return 0, 0
 
 
 def _hashed(header: bytearray, stored: memoryview) -> tuple[bytearray, memoryview]:

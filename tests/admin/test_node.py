@@ -72,6 +72,14 @@ def stored(*chunk_bytes: int, slot_bytes: int = 1 << 20) -> NodeFacts:
     return replace(WELL, stored=tuple(headers))
 
 
+def test_what_packing_would_save_is_said_once_and_only_if_it_is_much() -> None:
+    found = replace(WELL, savings={"org/model": 0.29, "other": 0.06, "noise": 0.0})
+    (hint,) = [each for each in judge_node(found) if each.topic == "compression"]
+    assert hint.severity is HINT
+    assert hint.seen == "off; a stripe of org/model would have 29% fewer bytes"
+    assert "--compress lossless" in hint.change[0]
+
+
 def test_a_node_as_it_should_be() -> None:
     found = judge_node(WELL)
     assert {finding.severity for finding in found} == {OK}

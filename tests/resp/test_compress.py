@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+import torch
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.chunks.frame import HEADER_BYTES, add_checksums, describe_header
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions, RedisPlane
-from lmcache_redis.resp.codecs import Plain, Sealed, StripeIO, codec_of, element_bytes_of
+from lmcache_redis.resp.codecs import Plain, Sealed, StripeIO, codec_of, elements_of, pack
 from lmcache_redis.seal import SealKeys
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.fuzz.packed import elements_with
@@ -143,23 +144,48 @@ def test_a_value_that_was_received_apart(keys: SealKeys | None) -> None:
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
-    ("dtypes", "fmt", "nbytes"),
+    ("dtypes", "fmt", "sizes"),
     [
-        (["bfloat16"], MemoryFormat.PAGES, 2),
-        (["float16", "bfloat16"], MemoryFormat.KV_2LTD, 2),
-        (["float32"], MemoryFormat.PAGES, 4),
-        (["float8_e4m3fn"], MemoryFormat.PAGES, 1),
-        (["uint8"], MemoryFormat.PAGES, 2),
-        (["int8"], MemoryFormat.PAGES, 0),
-        (["float64"], MemoryFormat.PAGES, 0),
-        (["bfloat16", "float32"], MemoryFormat.PAGES, 0),
-        (["bfloat16"], MemoryFormat.BINARY, 0),
-        ([], MemoryFormat.BINARY_BUFFER, 0),
+        (["bfloat16"], MemoryFormat.PAGES, (2,)),
+        (["float16", "bfloat16"], MemoryFormat.KV_2LTD, (2,)),
+        (["float32"], MemoryFormat.PAGES, (4,)),
+        (["float8_e4m3fn"], MemoryFormat.PAGES, (1,)),
+        (["uint8"], MemoryFormat.PAGES, (1, 2)),
+        (["uint8", "bfloat16"], MemoryFormat.PAGES, (2,)),
+        (["int8"], MemoryFormat.PAGES, ()),
+        (["float64"], MemoryFormat.PAGES, ()),
+        (["bfloat16", "float32"], MemoryFormat.PAGES, ()),
+        (["uint8", "int8"], MemoryFormat.PAGES, ()),
+        (["bfloat16"], MemoryFormat.BINARY, ()),
+        ([], MemoryFormat.BINARY_BUFFER, ()),
     ],
 )
-def test_what_is_tried(dtypes: list[str], fmt: MemoryFormat, nbytes: int) -> None:
+def test_what_is_tried(dtypes: list[str], fmt: MemoryFormat, sizes: tuple[int, ...]) -> None:
     metadata = RemoteMetadata(64, [()] * len(dtypes), dtypes, fmt)
-    assert element_bytes_of(metadata.serialize()) == nbytes
+    assert elements_of(metadata.serialize()) == sizes
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("dtype", "nbytes", "most"),
+    [
+        (torch.float8_e4m3fn, 1, 0.93),
+        (torch.float8_e5m2, 1, 0.81),
+        (torch.bfloat16, 2, 0.74),
+        (torch.float16, 2, 0.92),
+    ],
+)
+def test_pages_of_bytes_are_packed_as_what_they_are(
+    dtype: torch.dtype, nbytes: int, most: float
+) -> None:
+    """vLLM's pages of fp8 are tensors of bytes."""
+    values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(1))
+    payload = values.to(dtype).view(torch.uint8).numpy().tobytes()
+    element_bytes, used = pack(payload, (1, 2), memoryview(bytearray(len(payload))))
+    assert element_bytes == nbytes
+    assert used < most * len(payload)
+    noise = Chunk(1, SLOT, SLOT, seed=1).content
+    assert pack(noise, (1, 2), memoryview(bytearray(len(noise)))) == (0, 0)
 
 
 @pytest.mark.unit
