@@ -21,7 +21,8 @@ from lmcache_redis import __version__
 from lmcache_redis.admin.forms import Sample, payload_of
 from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Finding, advised
 from lmcache_redis.admin.server import PrimaryServers
-from lmcache_redis.chunks.frame import StripeHeader, stripe_payload_bytes
+from lmcache_redis.chunks.cutting import stripe_payload_bytes
+from lmcache_redis.chunks.frame import StripeHeader
 from lmcache_redis.device import driver
 from lmcache_redis.errors import CudaError, RedisError
 from lmcache_redis.units import shown_bytes

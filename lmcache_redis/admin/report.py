@@ -32,8 +32,8 @@ _FIELDS: dict[type, str] = {
     "model=name.key.model_name layout=name.layout chunk_hash=name.key.chunk_hash "
     "world_size=name.ranks.world_size rank=name.ranks.rank "
     "local_world_size=name.ranks.local_world_size local_rank=name.ranks.local_rank "
-    "stripe_asked verdict verified opened sealed_with=header.sealed_with stripe_count "
-    "stripes_present=present chunk_bytes=header.chunk_bytes value_bytes=sizes.stored "
+    "stripe_asked verdict verified opened sealed_with=header.sealed_with tenant=header.tenant "
+    "stripe_count stripes_present=present chunk_bytes=header.chunk_bytes value_bytes=sizes.stored "
     "plain_bytes=sizes.plain fingerprint=header.fingerprint "
     "memory_format=header.metadata.fmt.name shapes=header.metadata.shapes "
     "dtypes=header.metadata.dtype_names stored_unix_s=headed.stored_unix_s stripes",
@@ -111,6 +111,8 @@ def chunk_lines(report: ChunkReport) -> Iterator[str]:
         yield _line("stored", f"{when}, as {header.store_id.hex()}")
         idle_s, unknown = headed.idle_s, "unknown: the server does not say"
         yield _line("last used", unknown if idle_s is None else f"{shown_age(idle_s)} ago")
+        if header.tenant is not None:
+            yield _line("tenant", f"{header.tenant.hex()}, a digest of its name")
         if header.sealed_with is not None:
             yield _line("sealed", f"with the key {header.sealed_with.hex()}")
         if headed.expires_in_s is not None:

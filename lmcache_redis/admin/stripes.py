@@ -19,7 +19,6 @@ from lmcache_redis.admin.server import BATCH_KEYS, Command, Primary, PrimaryServ
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.chunks.names import names_no_stripe, parse_stripe_key
-from lmcache_redis.chunks.packing import unpack
 from lmcache_redis.errors import (
     FormatError,
     RedisError,
@@ -27,6 +26,7 @@ from lmcache_redis.errors import (
     RedisReplyError,
     RedisUnavailable,
 )
+from lmcache_redis.resp.bulk import unpacked
 from lmcache_redis.resp.net.wire import escape_pattern
 from lmcache_redis.seal import Opened, SealKeys
 
@@ -162,8 +162,8 @@ def verify_payload(
                 state, detail = _opened(keys, key, said, header, payload)
                 again = replace(again, state=state, detail=detail)
             is_readable = again.state is StripeState.WHOLE and (keys or said.sealed_with is None)
-            if is_readable and not _is_unpacked(said, payload):
-                detail = "it is packed, and cannot be unpacked"
+            if is_readable and not _is_unpacked(header, said, payload):
+                detail = "what is packed in it is not the payload that its header names"
                 again = replace(again, state=StripeState.DAMAGED, detail=detail)
     return replace(again, idle_s=stripe.idle_s, expires_in_s=stripe.expires_in_s)
 
@@ -183,10 +183,8 @@ def _opened(
     return StripeState.WHOLE, ""
 
 
-def _is_unpacked(said: StripeHeader, payload: memoryview) -> bool:
-    if not said.element_bytes:
-        return True
-    return unpack(payload, said.element_bytes, bytearray(said.payload_bytes))
+def _is_unpacked(header: bytes, said: StripeHeader, payload: memoryview) -> bool:
+    return not said.element_bytes or unpacked(header, payload, bytearray(said.payload_bytes))
 
 
 def _questions(key: bytes) -> list[Command]:

@@ -322,6 +322,14 @@ static bool begin_packed(Call *call, const Task *task, Progress *p, size_t store
     return true;
 }
 
+/* Whether a payload is what the header says it was before it was packed, if it does. */
+static bool is_what_was_packed(const Call *call, const uint8_t *header, Bytes payload)
+{
+    uint64_t checksum;
+    memcpy(&checksum, header + PLAIN_CHECKSUM_AT, CHECKSUM_BYTES);
+    return !call->verify || !checksum || checksum == xxh3_of(payload.data, payload.nbytes);
+}
+
 static int receive_packed(Call *call, const Task *task, Progress *p)
 {
     const uint8_t *header = p->first + p->line;
@@ -337,8 +345,9 @@ static int receive_packed(Call *call, const Task *task, Progress *p)
     }
     const bool is_sealed = header[FLAGS_AT] & SEALED;
     if (!is_verified(call, p, header, into, stored) ||
-        (!is_sealed && !unpack(into, stored, header[ELEMENT_BYTES_AT], task->payload.data,
-                               task->payload.nbytes))) {
+        (!is_sealed && !(unpack(into, stored, header[ELEMENT_BYTES_AT], task->payload.data,
+                                task->payload.nbytes) &&
+                         is_what_was_packed(call, header, task->payload)))) {
         return ends(call, MISMATCH, header, HEADER_BYTES);
     }
     memcpy(call->headers[call->done], header, HEADER_BYTES);

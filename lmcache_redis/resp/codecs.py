@@ -27,6 +27,7 @@ from lmcache_redis.chunks.frame import (
     HEADER_BYTES,
     MAGIC,
     STORE_ID,
+    TENANT_BYTES,
     ChunkFrame,
     HeaderCheck,
     Verdict,
@@ -37,7 +38,7 @@ from lmcache_redis.chunks.frame import (
 )
 from lmcache_redis.chunks.metadata import ENCODED_FORMATS
 from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.resp.bulk import MOST_TASKS, SHORT_BYTES, End, StripeFailure
+from lmcache_redis.resp.bulk import MOST_TASKS, SHORT_BYTES, End, StripeFailure, unpacked
 from lmcache_redis.seal import Opened, SealKeys
 from lmcache_redis.tiers import ChunkIO, ReadOutcome
 
@@ -63,10 +64,18 @@ class StripeIO(NamedTuple):
     frame: ChunkFrame
     stripe_index: int
     payload: memoryview
+    tenant: bytes = b""
 
     @classmethod
     def of(cls, chunk: ChunkIO, index: int) -> StripeIO:
-        return cls(stripe_key(chunk.key, index), chunk.frame, index, chunk.slots[index])
+        key = stripe_key(chunk.key, index)
+        return cls(key, chunk.frame, index, chunk.slots[index], chunk.tenant)
+
+    def header(self, store_id: bytes, created_unix_ms: int, is_sealed: bool) -> bytearray:
+        """That of a plain payload, without checksums and seal."""
+        tenant = self.tenant or bytes(TENANT_BYTES)
+        bare = self.frame.bare_header
+        return bytearray(bare(self.stripe_index, store_id, created_unix_ms, is_sealed, tenant))
 
 
 class Rooms:
@@ -103,7 +112,9 @@ class Codec(ABC):
             room = self._packed.next(stripe.payload.nbytes)
             element_bytes, used = pack(stripe.payload, sizes, room)
             if used:
-                mark_packed(header, element_bytes, used)
+                # Of what is encrypted it would tell something; and the tag is a better one.
+                checksum = 0 if self.is_sealed else xxh3_64_intdigest(stripe.payload)
+                mark_packed(header, element_bytes, used, checksum)
                 return room[:used]
         return stripe.payload
 
@@ -186,7 +197,7 @@ class Plain(Codec):
     def pack(
         self, stripe: StripeIO, store_id: bytes, created_unix_ms: int
     ) -> tuple[bytearray, memoryview]:
-        header = bytearray(stripe.frame.bare_header(stripe.stripe_index, store_id, created_unix_ms))
+        header = stripe.header(store_id, created_unix_ms, False)
         return _hashed(header, self._pack(stripe, header))
 
     def unpack(self, stripe: StripeIO, header: bytes) -> Found:
@@ -199,7 +210,7 @@ class Plain(Codec):
             return ReadOutcome.CORRUPT
         if not check.element_bytes:
             stripe.payload[:] = stored
-        elif not packing.unpack(stored, check.element_bytes, stripe.payload):
+        elif not unpacked(header, stored, stripe.payload):
             return ReadOutcome.CORRUPT
         return check.store_id
 
@@ -230,9 +241,7 @@ class Sealed(Codec):
     def pack(
         self, stripe: StripeIO, store_id: bytes, created_unix_ms: int
     ) -> tuple[bytearray, memoryview]:
-        header = bytearray(
-            stripe.frame.bare_header(stripe.stripe_index, store_id, created_unix_ms, True)
-        )
+        header = stripe.header(store_id, created_unix_ms, True)
         stored = self._pack(stripe, header)
         room = self._sealed.next(stripe.payload.nbytes)
         return _hashed(header, self._keys.seal(stripe.key, header, stored, room))
@@ -244,7 +253,7 @@ class Sealed(Codec):
         if outcome is None and element_bytes:
             room = self._received.next(stored_bytes)
             room[:] = stored
-            if not packing.unpack(room, element_bytes, stripe.payload):
+            if not unpacked(header, room, stripe.payload):
                 outcome = ReadOutcome.CORRUPT
         return outcome or header[STORE_ID]
 

@@ -152,7 +152,9 @@ def test_verify_unpacks(server: PrimaryServers, client: Any, keys: SealKeys | No
         assert report_on(server, chunk.keys[1]).verdict is ChunkVerdict.COMPLETE
         report = report_on(server, chunk.keys[1], verify=True, keys=keys)
         assert report.verdict is (ChunkVerdict.COMPLETE if good else ChunkVerdict.BROKEN)
-        assert ("cannot be unpacked" in "\n".join(chunk_lines(report))) is not good
+        assert (
+            "what is packed in it is not the payload" in "\n".join(chunk_lines(report))
+        ) is not good
 
 
 def test_a_sealed_chunk(server: PrimaryServers, client: Any) -> None:
@@ -287,6 +289,18 @@ def test_a_packed_chunk(server: PrimaryServers, client: Any) -> None:
     shown = as_json(report)
     assert (shown["value_bytes"], shown["plain_bytes"]) == sizes
     assert [each["payload_bytes"] for each in shown["stripes"]] == [4096, 4096, 100]
+
+
+def test_who_stored_a_chunk_is_said(server: PrimaryServers, client: Any) -> None:
+    for number, tenant in enumerate((bytes(8), b"\x01" * 8)):
+        chunk = Cached(number, tenant=tenant)
+        chunk.put(client)
+        report = report_on(server, chunk.keys[1])
+        assert report.verdict is ChunkVerdict.COMPLETE
+        is_known = any(tenant)
+        said = "tenant     0101010101010101, a digest of its name" in [*chunk_lines(report)]
+        assert said is is_known
+        assert as_json(report)["tenant"] == (tenant.hex() if is_known else None)
 
 
 def test_a_summary_of_nothing(server: PrimaryServers) -> None:

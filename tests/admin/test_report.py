@@ -25,7 +25,7 @@ def test_the_fields_are_these(server: PrimaryServers, client: Any) -> None:
     report = explain(server, chunk.keys[1], chunk.prefix, False)
     assert names(report) == (
         "chunk_key_hex key_prefix model layout chunk_hash world_size rank local_world_size "
-        "local_rank stripe_asked verdict verified opened sealed_with stripe_count "
+        "local_rank stripe_asked verdict verified opened sealed_with tenant stripe_count "
         "stripes_present chunk_bytes value_bytes plain_bytes fingerprint memory_format shapes "
         "dtypes stored_unix_s stripes"
     )

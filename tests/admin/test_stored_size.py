@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lmcache_redis.admin.sizes.sizing import stored_part
-from lmcache_redis.chunks.frame import HEADER_BYTES, describe_header, stripe_payload_bytes
+from lmcache_redis.chunks.cutting import stripe_payload_bytes
+from lmcache_redis.chunks.frame import HEADER_BYTES, describe_header
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkNames, stripe_key

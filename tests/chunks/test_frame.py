@@ -11,16 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
+from lmcache_redis.chunks.cutting import allocated_bytes, stripe_payload_bytes
 from lmcache_redis.chunks.frame import (
     HEADER_BYTES,
     ChunkFrame,
     HeaderCheck,
     Verdict,
     add_checksums,
-    allocated_bytes,
     describe_header,
     mark_packed,
-    stripe_payload_bytes,
 )
 from lmcache_redis.chunks.keys import ObjectKey, hash_chunks, hash_tag
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata

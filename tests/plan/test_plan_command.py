@@ -67,7 +67,7 @@ def test_rows_have_each_size_with_each(trace: Path) -> None:
     assert document["assumed"]["link to Redis"].startswith("12,500 MB/s")
 
 
-def test_packed_chunks_are_those_of_a_larger_redis_behind_a_faster_link(trace: Path) -> None:
+def test_packing_makes_redis_larger_and_the_link_faster(trace: Path) -> None:
     sizes = (trace, "--pool-bytes", "8GiB", "--json")
     packed, same, plain = (
         json.loads(run(*sizes, "--redis-bytes", size, "--link-gbit", gbit, *more))

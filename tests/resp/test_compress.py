@@ -10,7 +10,13 @@ import redis
 import torch
 from xxhash import xxh3_64_intdigest
 
-from lmcache_redis.chunks.frame import HEADER_BYTES, add_checksums, describe_header
+from lmcache_redis.chunks.frame import (
+    HEADER_BYTES,
+    add_checksums,
+    describe_header,
+    mark_packed,
+    plain_checksum,
+)
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions, RedisPlane
@@ -95,6 +101,60 @@ def test_damage_is_a_miss(
         assert write(plane, chunk) == [WriteOutcome.STORED]
         assert read(plane, loaded := empty(1)) == [ReadOutcome.LOADED]
         assert loaded.content == chunk.content
+
+
+@SEALED
+def test_a_packed_value_names_the_payload_that_was_packed(
+    server: RedisServer, client: redis.Redis, keys: SealKeys | None
+) -> None:
+    """Not of a sealed one: its tag is a better checksum, and tells nothing of what it hides."""
+    chunk, noise = numbers(1), Chunk(2, SIZE, SLOT, seed=2)
+    with running(server.url, seal_keys=keys, compress="lossless") as plane:
+        assert write(plane, chunk, noise) == [WriteOutcome.STORED] * 2
+        for each in (chunk, noise):
+            for key, slot in zip(each.stripe_keys(), each.slots, strict=True):
+                said = plain_checksum(client.getrange(key, 0, HEADER_BYTES - 1))
+                is_given = keys is None and each is chunk
+                assert said == (xxh3_64_intdigest(slot) if is_given else 0)
+
+
+def test_other_numbers_than_were_packed_are_a_miss(
+    server: RedisServer, client: redis.Redis
+) -> None:
+    chunk = numbers(1)
+    with running(server.url, compress="lossless") as plane:
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        key, wrong = chunk.stripe_keys()[1:3]
+        header = bytearray(client.get(key)[:HEADER_BYTES])
+        stored = client.get(wrong)[HEADER_BYTES:]
+        header[184:192] = len(stored).to_bytes(8, "little")
+        add_checksums(header, xxh3_64_intdigest(stored))
+        client.set(key, bytes(header) + stored)
+        assert read(plane, empty(1)) == [ReadOutcome.CORRUPT]
+        into = StripeIO.of(empty(1).io(), 1)
+        assert Plain().place(into, bytes(header) + stored) is ReadOutcome.CORRUPT
+        header[192:200] = bytes(8)  # another writer gives none
+        add_checksums(header, xxh3_64_intdigest(stored))
+        client.set(key, bytes(header) + stored)
+        assert Plain().place(into, bytes(header) + stored) == bytes(header[8:24])
+        assert read(plane, empty(1)) == [ReadOutcome.LOADED]
+
+
+def test_a_sealed_reader_checks_what_it_unpacks() -> None:
+    """A writer that gives the checksum, and a wrong one."""
+    chunk, codec = numbers(1), codec_of(KEYS, True)
+    stripe = StripeIO.of(chunk.io(), 1)
+    for checksum in (0, xxh3_64_intdigest(stripe.payload), 1):
+        header = stripe.header(b"s" * 16, 1, True)
+        room = memoryview(bytearray(len(stripe.payload)))
+        element_bytes, used = pack(stripe.payload, (2,), room)
+        mark_packed(header, element_bytes, used, checksum)
+        sealed = KEYS.seal(stripe.key, header, room[:used], memoryview(bytearray(used)))
+        add_checksums(header, xxh3_64_intdigest(sealed))
+        into = StripeIO.of(empty(1).io(), 1)
+        found = codec.place(into, bytes(header) + bytes(sealed))
+        assert found == (ReadOutcome.CORRUPT if checksum == 1 else b"s" * 16)
+        assert checksum == 1 or into.payload == stripe.payload
 
 
 @pytest.mark.parametrize("stored", [b"\xff" * 9000, bytes(50_000)])

@@ -22,7 +22,8 @@ from lmcache_redis.admin.sizes.families import (
     layers_of,
     text_fields,
 )
-from lmcache_redis.chunks.frame import HEADER_BYTES, allocated_bytes, stripe_payload_bytes
+from lmcache_redis.chunks.cutting import allocated_bytes, stripe_payload_bytes
+from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.chunks.keys import NAMESPACE_BYTES, hash_tag
 from lmcache_redis.chunks.names import Reach, key_stem, stripe_key
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
