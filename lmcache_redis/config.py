@@ -33,6 +33,7 @@ _PORT = re.compile(r"0|[1-9][0-9]{0,4}")
 _IPC = "ipc://"
 ENDPOINT_VARIABLE = "LMCACHE_REDIS_ENDPOINT"
 SEAL_KEY_FILE_VARIABLE = "LMCACHE_REDIS_SEAL_KEY_FILE"
+COMPRESS_VARIABLE = "LMCACHE_REDIS_COMPRESS"
 # Where a service manager makes a directory for the agent.
 _SERVICE_DIRECTORY = Path("/run/lmcache-redis")
 

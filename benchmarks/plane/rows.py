@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.plane.messages import MIB, Measured, Setting
 from benchmarks.plane.peers import OURS
-from lmcache_redis.chunks.frame import stripe_payload_bytes
+from lmcache_redis.chunks.cutting import stripe_payload_bytes
 
 MOVES = ("first-store", "overwrite", "steady", "load")
 SCAN = "scan"

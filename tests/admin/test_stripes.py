@@ -11,18 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.admin import stripes
+from lmcache_redis.admin.forms import (
+    find_missing,
+    missing,
+    payload_of,
+    samples_of,
+    size_of,
+    sizes_of,
+    sizes_read,
+)
 from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import (
     SeenChunk,
     StripeState,
-    find_missing,
-    headers_of,
     judge,
-    missing,
-    payload_of,
     read_idle,
     read_stripes,
-    size_of,
     stripes_of,
     survey,
     verify_payload,
@@ -215,8 +219,25 @@ def test_cuts_come_from_whole_headers_alone(server: PrimaryServers, client: Any)
     Cached(5).put(client)
     client.set(Cached(1, model="broken").keys[0], "no header")
     chunks = list(survey(server, b"").chunks.values())
-    (header,) = headers_of(server, chunks).values()
+    ((_, header, share),) = samples_of(server, chunks).values()
+    assert share == 1
     assert (header.chunk_bytes, payload_of(header)) == (Cached().chunk_bytes, PAYLOAD_BYTES)
+
+
+def test_how_far_one_chunk_is_packed_is_taken_for_all(server: PrimaryServers, client: Any) -> None:
+    packed = [Cached(number, packed_bytes=1000, stripe_count=5) for number in range(3)]
+    for chunk in packed:
+        chunk.put(client)
+    seen = list(survey(server, b"").chunks.values())
+    (sample,) = samples_of(server, seen).values()
+    sizes = [sizes_of(sample, each.stripes) for each in seen]
+    stored = sum(client.strlen(key) for key in packed[0].keys)
+    assert {each.stored for each in sizes} == {stored} == {5 * 640 + 4 * 1000 + 100}
+    assert {each.plain for each in sizes} == {packed[0].value_bytes}
+    read = read_stripes(server, [(packed[0].name, index) for index in range(5)])
+    assert sizes_read(read) == sizes[0]
+    client.delete(packed[0].keys[1])
+    assert sizes_of(sample, 0b11101).plain == packed[0].value_bytes - 640 - PAYLOAD_BYTES
 
 
 def test_stripes_that_came_during_the_scan_count(server: PrimaryServers, client: Any) -> None:

@@ -106,6 +106,23 @@ def test_totals_and_rates(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.servers
+def test_what_packing_saves_is_in_a_line_that_is_there(report: dict[str, Any]) -> None:
+    plain = text(None, report)
+    assert "% saved" not in plain
+    assert "packed" not in [label for label, _, _ in rows(report)]
+    later = deepcopy(report)
+    later["uptime_s"] += 2.0
+    later["counters"]["plain_bytes"] += 4 * 10**9
+    later["counters"]["stored_bytes"] += 3 * 10**9
+    shown = text(report, later)
+    assert " 1,500 MB/s to redis (25 % saved)" in shown
+    assert len(shown.splitlines()) == len(plain.splitlines())
+    ((said, is_bad),) = [(said, bad) for label, said, bad in rows(later) if label == "packed"]
+    assert re.fullmatch(r"saved 25 % of Redis: 2.8 GiB stored of 3.7 GiB", said)
+    assert not is_bad
+
+
+@pytest.mark.servers
 def test_trouble_is_shown_and_much_fits(report: dict[str, Any]) -> None:
     report = deepcopy(report)
     report["tiers"]["redis"] |= {"up": False, "reason": "Connection refused, " * 9}

@@ -363,7 +363,7 @@ INTERFACES = (
                 "(config, metadata, dst_device='cuda')",
                 different=(
                     "`remote_url` is of Redis or Valkey, not `lm://`; `remote_serde` does "
-                    "not compress"
+                    "not compress, `LMCACHE_REDIS_COMPRESS` does"
                 ),
             ),
             Name("LMCRemoteBackend.close", "()"),

@@ -271,7 +271,11 @@ def test_defaults_of_the_configuration() -> None:
         ("remote", {"remote_url": "mooncakestore://h:1"}, "must begin with redis://"),
         ("remote", {"remote_url": "redis-sentinel://"}, "empty host: write HOST:PORT,HOST:PORT"),
         ("remote", {"remote_url": "redis-sentinel://h:1/m"}, "database in the Redis URL"),
-        ("remote", {"remote_serde": "cachegen"}, "'cachegen'.*neither compressed nor quantized"),
+        (
+            "remote",
+            {"remote_serde": "cachegen"},
+            "'cachegen'.*never quantized, and LMCACHE_REDIS_COMPRESS=lossless",
+        ),
         ("pipelined", {"remote_serde": "kivi"}, "remote_serde is 'kivi'"),
         ("hybrid", {"local_device": "/data/kv"}, "a directory is for LMCLocalDiskBackend"),
         ("hybrid", {"remote_url": "lm://localhost:65432"}, "must begin with redis://"),
@@ -320,6 +324,33 @@ def test_the_environment_names_the_seal_keys(
     path.chmod(0o644)
     monkeypatch.setenv("LMCACHE_REDIS_SEAL_KEY_FILE", str(path))
     with pytest.raises(ConfigError, match="open to others"):
+        LMCRemoteBackend(config, METADATA, "cpu")
+
+
+def test_the_environment_says_whether_to_pack(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, key = config_of(remote_url=server.url), engine_key(1)
+    chunk = torch.randn(2, 2, 256, 8, 64).to(torch.bfloat16)
+
+    def stored_bytes() -> int:
+        with server.client() as client:
+            return sum(client.strlen(each) - 640 for each in client.scan_iter(count=1000))
+
+    monkeypatch.setenv("LMCACHE_REDIS_COMPRESS", "lossless")
+    packing = LMCRemoteBackend(config, METADATA, "cpu")
+    monkeypatch.delenv("LMCACHE_REDIS_COMPRESS")
+    plain = LMCRemoteBackend(config, METADATA, "cpu")
+    packing.put(key, chunk)
+    assert stored_bytes() < 0.78 * chunk.nbytes
+    assert torch.equal(plain.get(key), chunk)
+    plain.put(key, chunk)
+    assert stored_bytes() == chunk.nbytes
+    assert torch.equal(packing.get(key), chunk)
+    for each in (packing, plain):
+        each.close()
+    monkeypatch.setenv("LMCACHE_REDIS_COMPRESS", "zstd")
+    with pytest.raises(ConfigError, match="choose one of off, lossless"):
         LMCRemoteBackend(config, METADATA, "cpu")
 
 

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
-from lmcache_redis.chunks.frame import ChunkFrame, stripe_payload_bytes
+from lmcache_redis.chunks.cutting import stripe_payload_bytes
+from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.chunks.keys import hash_tag
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import key_stem, stripe_key
