@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from benchmarks.engine import Engine, Shape
-from demo.agent import AgentServer
 from lmcache_redis import __version__, native
 from lmcache_redis.chunks.keys import KEY_MAGIC
+from testkit.agent import AgentServer
 from tests import subjects
 
 PACKAGE = "lmcache_redis"
@@ -157,7 +157,10 @@ def test_each_source_has_its_licence() -> None:
     """As SPDX has it, which tools of others read: in the first lines."""
     sources = [
         path
-        for root in ("lmcache_redis", "tests", "benchmarks", "demo", "examples", "docs", "scripts")
+        for root in (
+            *("lmcache_redis", "tests", "testkit", "benchmarks", "demo", "examples", "docs"),
+            "scripts",
+        )
         for path in (ROOT / root).rglob("*")
         if path.suffix in (".py", ".pyi", ".c", ".h") or path.parent == ROOT / "scripts"
     ]

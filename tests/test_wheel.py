@@ -44,7 +44,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = built / "source"
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.ptx")
     shutil.copytree(ROOT / PACKAGE, source / PACKAGE, ignore=ignored)
-    for name in ("benchmarks", "demo", "deploy"):
+    for name in ("benchmarks", "demo", "deploy", "testkit"):
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)

@@ -21,8 +21,8 @@ from benchmarks.working_set.cases import CASES, Case, running
 from benchmarks.working_set.plot import write_plot
 from benchmarks.working_set.rows import COLUMNS, Samples
 from benchmarks.working_set.workload import CONVERSATIONS, DOCUMENTS, Prompts, scenario_of
-from demo.engine import Answer
 from demo.model import CPU_SHAPE
+from testkit.engine import Answer
 
 SET_BYTES = 256 << 20
 

@@ -18,10 +18,10 @@ import pytest
 
 from demo import run
 from demo.dashboard import find, panels
-from demo.engine import EngineFailed, engine_environment
 from demo.server import ApiServer
 from demo.weights import find_smollm2
 from lmcache_redis.client.control import ControlClient
+from testkit.engine import EngineFailed, engine_environment
 from tests.demo.forked import ForkedServer
 from tests.engines import fork_server
 from tests.harness import WAIT_S, wait_until

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from demo.engine import EngineFailed
+from testkit.engine import EngineFailed
 from tests.engines import ForkedEngine, empty
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import OPTIONS, Prompts
