@@ -36,8 +36,6 @@ from benchmarks.gpu.rows import (
     unmet,
 )
 from benchmarks.gpu.timing import captured
-from benchmarks.report import percentile
-from lmcache_redis.errors import ConfigError
 
 CPU = torch.device("cpu")
 SMALL = Shape("small", 4, 2 * KIB, 16)
@@ -80,12 +78,6 @@ class TestRows:
         shapes = [Shape("", 1, n * KIB, 16) for n in (2, 4, 15, 16, 72)]
         for what in (GATHER, SCATTER):
             assert [target_of(what, shape) for shape in shapes] == [0.6, 0.6, 0.6, 0.85, 0.85]
-
-    def test_percentiles(self) -> None:
-        values = [float(n) for n in range(100, 0, -1)]
-        assert [percentile(values, n) for n in (50, 99, 100)] == [50.0, 99.0, 100.0]
-        assert percentile([1.0, 2.0], 99) == 2.0
-        assert percentile([7.0], 50) == 7.0
 
     def test_shapes_are_those_of_the_models(self) -> None:
         """Bytes a token: 2 * layers * KV heads * head size * bytes, and 576 elements of MLA."""
@@ -215,11 +207,6 @@ class TestBesideAnAgent:
         with pytest.raises(EngineFailed, match="layer 2: other bytes"):
             engine.check()
 
-    def test_what_was_never_stored_is_not_timed(self, engine: Engine) -> None:
-        blocks = len(engine.source_blocks)
-        with pytest.raises(EngineFailed, match="a lookup found 0 of 768 tokens"):
-            engine.retrieve([bytes([n]) * 32 for n in range(blocks)])
-
     def test_steps_with_and_without_stores(self, engine: Engine) -> None:
         plan = Options(rounds=2, seconds=0.1, layers=2, width=64, batch=4)
         (row,) = decode.measure(engine, plan, print)
@@ -281,15 +268,6 @@ class TestRun:
         monkeypatch.setattr(kernels, "measure", fail)
         with pytest.raises(EngineFailed):
             run.measure(self.OPTIONS, CPU, 64 * MIB, said.append)
-
-    def test_parts_that_do_not_exist(self) -> None:
-        with pytest.raises(ConfigError, match="no part 'kernel'"):
-            Options(["kernel"])
-
-    def test_defaults_are_what_the_issue_asks_for(self) -> None:
-        assert Options().chunk_counts == (1, 4, 16, 64)
-        assert Options().chunks == 64
-        assert {shape.page_bytes for shape in SHAPES} >= {2 * KIB, 16 * KIB}
 
 
 @pytest.mark.servers

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import ROOT
 from benchmarks.__main__ import main
-from benchmarks.plane.cases import KEY_BYTES, Bench, Plan
-from benchmarks.plane.clients import OurClient
+from benchmarks.plane.cases import Bench, Plan
 from benchmarks.plane.messages import Measured, Request, Setting
 from benchmarks.plane.peers import (
     CEILING,
@@ -122,11 +119,6 @@ def test_without_a_server_there_is_no_run() -> None:
         measure(plan, f"redis://127.0.0.1:{free_port()}", lambda _: None)
 
 
-def test_the_size_of_a_scan_is_that_of_our_keys(redis_server: RedisServer) -> None:
-    with contextlib.closing(OurClient(redis_server.url, Setting())) as client:
-        assert {len(key) for key in client.prepare_scan(10)} == {KEY_BYTES}
-
-
 def test_where_ours_fails_there_is_no_run(redis_server: RedisServer) -> None:
     plan = Plan({OURS: [Setting()]}, [256 * KIB], 1 << 20, 2, 1, ())
     server = Server(redis_server.url)
@@ -177,10 +169,3 @@ def test_the_command_writes_rows_and_a_plot(tmp_path: Path) -> None:
         assert {*wanted, "ms", "rounds", "cpu_s_per_gb"} <= set(row)
         assert set(row) == set(Row.__dataclass_fields__)
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_peer_that_is_missing_is_named_with_what_brings_it() -> None:
-    requirements = (ROOT / "benchmarks" / "requirements.txt").read_text()
-    assert "valkey-glide-sync" in requirements
-    assert "matplotlib" in requirements
-    assert "--requirement benchmarks/requirements.txt" in (ROOT / "scripts" / "bench").read_text()

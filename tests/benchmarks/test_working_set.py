@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import redis
 
-from benchmarks.__main__ import main
 from benchmarks.lmcache_mp import running_lmcache
-from benchmarks.servers import ServerFailed, cpu_s
+from benchmarks.servers import ServerFailed
 from benchmarks.working_set import run
 from benchmarks.working_set.cases import CASES, Case, running
 from benchmarks.working_set.plot import write_plot
@@ -86,22 +85,6 @@ def test_the_plot_is_a_png(tmp_path: Path, left_out: tuple[str, ...]) -> None:
     ]
     path = write_plot(tmp_path / "plot.png", rows, "a machine")
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-
-
-@pytest.mark.parametrize(
-    "words", [["--cases", "huge"], ["--cases", ","], ["--scenarios", "files"], ["--documents", "1"]]
-)
-def test_words_that_mean_nothing_are_refused(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["working-set", *words]) == 2
-    assert "Invalid value" in capsys.readouterr().err
-
-
-def test_cpu_time_grows_with_work() -> None:
-    before = cpu_s(os.getpid())
-    while cpu_s(os.getpid()) - before < 0.05:
-        sum(range(10_000))
 
 
 @pytest.mark.servers
