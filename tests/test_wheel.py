@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 WAIT_S = 240
 STABLE_ABI = sys.version_info >= (3, 11)
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.long]
 
 
 def run(*words: object, env: dict[str, str] | None = None, **more: object) -> str:

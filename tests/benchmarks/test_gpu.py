@@ -231,6 +231,7 @@ class TestRun:
         batch=4,
     )
 
+    @pytest.mark.long
     @pytest.mark.servers
     def test_the_whole_of_it(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -51,6 +51,7 @@ def measured() -> tuple[list[Row], list[str]]:
     return rows, said
 
 
+@pytest.mark.long
 @pytest.mark.servers
 @pytest.mark.parametrize("client", [OURS, *PEERS])
 def test_a_client_takes_part(measured: tuple[list[Row], list[str]], client: str) -> None:
@@ -78,6 +79,7 @@ def test_a_client_takes_part(measured: tuple[list[Row], list[str]], client: str)
     assert sum(row.default for row in own if row.op == "load") == (2 if client == OURS else 0)
 
 
+@pytest.mark.long
 @pytest.mark.servers
 def test_no_client_was_dropped(measured: tuple[list[Row], list[str]]) -> None:
     rows, said = measured

@@ -335,6 +335,7 @@ backend._get_attn_isa = lambda *args, **kwargs: "vec"
 """
 
 
+@pytest.mark.long
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX")
