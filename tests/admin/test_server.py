@@ -76,12 +76,6 @@ def test_a_sentinel_url_of_a_plain_server(redis_server: RedisServer) -> None:
         assert "is no Sentinel: write redis:// instead" in plane.state.reason
 
 
-def test_nobody_there(tmp_path: Path) -> None:
-    options = RedisOptions(f"unix://{tmp_path}/none.sock")
-    with pytest.raises(RedisUnavailable, match="start Redis, or correct"), open_server(options):
-        pass
-
-
 def test_error_replies_stay_in_place(redis_server: RedisServer) -> None:
     with open_server(RedisOptions(redis_server.unix_url)) as server:
         (node,) = server.nodes
@@ -118,13 +112,6 @@ def test_a_forbidden_command_says_what_to_allow(own_server: RedisServer) -> None
         pytest.raises(RedisAuthError, match=r"need \+@read and \+unlink"),
     ):
         server.nodes[0].ask("DBSIZE")
-
-
-def test_a_server_that_ends_meanwhile(own_server: RedisServer) -> None:
-    with open_server(RedisOptions(own_server.unix_url)) as server:
-        own_server.kill()
-        with pytest.raises(RedisUnavailable, match="refuses connections"):
-            server.nodes[0].ask("PING")
 
 
 def test_a_server_that_stops_answering(

@@ -16,21 +16,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.contact import pack
-from benchmarks.gpu.contact.exporter import LEAST_BYTES, exporter
 from benchmarks.gpu.contact.figures import (
     Figure,
     Row,
     at_least,
     at_most,
-    line_of,
     not_good,
-    row_in,
-    table_row,
     zero,
 )
-from benchmarks.gpu.contact.parts import NAMES, Part, parts_of
+from benchmarks.gpu.contact.parts import NAMES, Part
 from benchmarks.gpu.contact.run import run
-from lmcache_redis.errors import ConfigError
 from tests import cuda_driver
 from tests.servers import wait_until
 
@@ -189,20 +184,6 @@ def is_there(pid: str) -> bool:
         return False
 
 
-@pytest.mark.servers
-@pytest.mark.parametrize("asked_bytes", [256 << 10, LEAST_BYTES + 1])
-def test_memory_is_no_part_of_another_allocation(
-    asked_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CUDA shares a small allocation with the two megabytes that it lies in."""
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
-    with exporter(asked_bytes) as other:
-        memory = other.share_allocation()[0]
-    assert memory.allocation_bytes % LEAST_BYTES == 0
-    assert (memory.offset_bytes, memory.size_bytes) == (0, asked_bytes)
-
-
 class TestPack:
     @pytest.mark.servers
     def test_the_folder_runs_by_itself(self, tmp_path: Path) -> None:
@@ -228,15 +209,6 @@ class TestPack:
         assert ("wrong reads", "0") in found, ran.stdout + ran.stderr
         assert found[-1] == ("error of closing after that", "0")
 
-    def test_what_cannot_be_packed_is_said(self, tmp_path: Path) -> None:
-        with pytest.raises(pack.PackFailed, match="not built here"):
-            pack.make(tmp_path / "folder", "3.12", root=tmp_path)
-        with pytest.raises(ConfigError, match="no version of Python"):
-            pack.make(tmp_path / "folder", "3")
-        (tmp_path / "file").touch()
-        with pytest.raises(pack.PackFailed, match="not empty"):
-            pack.make(tmp_path, "3.12")
-
 
 class TestFigures:
     def test_a_verdict_stands_beside_its_criterion(self) -> None:
@@ -248,19 +220,3 @@ class TestFigures:
             "part": "p", "figure": "seconds", "value": "1.235", "criterion": "", "good": None
         }  # fmt: skip
         assert not_good(rows) == [rows[1]]
-
-    def test_a_figure_is_a_line_between_others(self) -> None:
-        figure = at_most("p", "a | b\nc", 3.0, 2.0, "s")
-        assert row_in(line_of(figure) + "\n") == figure.row()
-        assert row_in("FIGURES are not meant\n") is None
-        assert table_row(["a | b", "c"]) == "| a \\| b | c |\n"
-
-
-class TestParts:
-    def test_some_keep_the_order_of_all(self) -> None:
-        assert [each.name for each in parts_of(["order", "raw"], quick=False)] == ["raw", "order"]
-        assert tuple(each.name for each in parts_of([], quick=True)) == NAMES
-
-    def test_an_unknown_part_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="no part 'raws'"):
-            parts_of(["raws"], quick=False)

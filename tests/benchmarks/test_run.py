@@ -24,8 +24,7 @@ from benchmarks.plane.process import WorkerFailed, WorkerProcess
 from benchmarks.plane.rows import MOVES, Row
 from benchmarks.plane.run import measure, settings_of_ours
 from benchmarks.plane.server import Server
-from lmcache_redis.errors import RedisUnavailable
-from tests.servers import RedisServer, free_port
+from tests.servers import RedisServer
 
 KIB = 1 << 10
 ANYWHERE = "redis://127.0.0.1:6379"
@@ -113,20 +112,6 @@ def test_a_peer_that_fails_is_dropped_and_ours_goes_on(redis_server: RedisServer
     assert [line for line in said if "dropped" in line] == ["redis-py: dropped: it is broken"]
     assert (broken.asked, broken.was_closed) == (1, True)
     assert {row.client for row in rows} == {OURS}
-
-
-def test_without_a_server_there_is_no_run() -> None:
-    plan = Plan({OURS: [Setting()]}, rounds=1)
-    with pytest.raises(RedisUnavailable, match="cannot be used"):
-        measure(plan, f"redis://127.0.0.1:{free_port()}", lambda _: None)
-
-
-def test_where_ours_fails_there_is_no_run(redis_server: RedisServer) -> None:
-    plan = Plan({OURS: [Setting()]}, [256 * KIB], 1 << 20, 2, 1, ())
-    server = Server(redis_server.url)
-    with pytest.raises(RedisUnavailable, match="our client failed: it is broken"):
-        Bench(plan, server, {OURS: Broken()}, lambda _: None).run()
-    server.close()
 
 
 @pytest.mark.servers

@@ -11,9 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import redis
 
-from benchmarks.lmcache_mp import running_lmcache
 from benchmarks.servers import ServerFailed
 from benchmarks.working_set import run
 from benchmarks.working_set.cases import CASES, Case, running
@@ -100,25 +98,6 @@ def test_what_a_case_starts(tmp_path: Path, name: str) -> None:
         assert ("lookup_chunks" in usage) == (name != "none")
 
 
-@pytest.mark.servers
-def test_bytes_in_redis_are_counted(tmp_path: Path) -> None:
-    with running(CASES["none"], SET_BYTES, 256, tmp_path / "log") as stack:
-        with redis.Redis(port=stack.server.port) as client:
-            client.mset({f"key {number}": b"12345" for number in range(2000)})
-        assert stack.stored_bytes() == 10_000
-
-
-def test_without_lmcache_its_cases_say_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.lmcache_mp.find_package", lambda: None)
-    with (
-        pytest.raises(ServerFailed, match=r"run `python benchmarks/fetch\.py`"),
-        running_lmcache(1, SET_BYTES, tmp_path / "log"),
-    ):
-        pass
-
-
 class FakeStack:
     """Half of the set is stored until single prompts are asked for."""
 
@@ -194,14 +173,3 @@ def test_a_run(stacks: dict[str, list[FakeStack]], tmp_path: Path) -> None:
     assert {case: row["mismatches"] for case, row in rows.items() if row["mismatches"]} == {
         "large": 2 * 4
     }
-
-
-def test_conversations_of_all_cases_are_those_of_the_first(
-    stacks: dict[str, list[FakeStack]], tmp_path: Path
-) -> None:
-    options = run.Options(
-        rounds=1, documents=4, cases=("none", "large"), scenarios=(CONVERSATIONS,)
-    )
-    none, large = run.run(tmp_path, options, lambda _: None)
-    assert (none["mismatches"], large["mismatches"]) == (0, 4)
-    assert none["prompt_tokens"] == large["prompt_tokens"] == 4 * (1024 + 2 * 112 + 16)
