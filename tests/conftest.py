@@ -61,7 +61,6 @@ _FIRST_HALF = tuple(
     f"tests/{name}"
     for name in (
         "demo/",
-        "integrations/test_a",
         "integrations/test_e",
         "integrations/test_s",
     )
