@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.report import show, write_json
-from demo.processes import ended_in_order
 from lmcache_redis.errors import LMCacheRedisError
+from testkit.processes import ended_in_order
 
 app = typer.Typer(
     no_args_is_help=True,

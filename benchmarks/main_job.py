@@ -36,12 +36,12 @@ import redis
 from benchmarks.plane.client import PlaneClient
 from benchmarks.plane.values import Arena
 from benchmarks.report import ratios, rotated
-from demo.agent import AgentServer
-from demo.engine import Answer, EngineProcess
 from demo.model import CPU_SHAPE, ModelShape, make_model, make_prompts
 from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.resp import RedisOptions
+from testkit.agent import AgentServer
+from testkit.engine import Answer, EngineProcess
 
 REDIS_BYTES = 6 << 30
 POOL_BYTES = 4 << 30

@@ -21,9 +21,9 @@ from typing import Any
 from benchmarks.link import LimitedLink
 from benchmarks.plots import COLOURS, draw
 from benchmarks.report import ratios, rotated
-from demo.agent import AgentServer
-from demo.engine import EngineProcess
 from demo.model import ModelShape, make_model, make_prompts
+from testkit.agent import AgentServer
+from testkit.engine import EngineProcess
 
 # 8 KiB of KV a token.
 SHAPE = ModelShape(layers=1, dtype="float32", itemsize=4)

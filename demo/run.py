@@ -28,10 +28,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from demo import dashboard
-from demo.agent import AgentServer
 from demo.guide import make_guides, question_of
 from demo.model import CPU_SHAPE, CUDA_SHAPE
-from demo.processes import ended_in_order
 from demo.report import (
     Result,
     Stored,
@@ -45,6 +43,8 @@ from demo.server import ApiServer, Streamed
 from demo.weights import MAX_TOKENS, DemoModel, find_smollm2, random_model, smollm2
 from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.errors import ConfigError
+from testkit.agent import AgentServer
+from testkit.processes import ended_in_order
 
 _GIB = 1 << 30
 # At most, of a question and of the chat template around a prompt.

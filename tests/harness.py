@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from demo import agent
 from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import RetrieveTransfer, TransferOp, WorkerClient
+from testkit import agent
 from tests.forks import Forked
 from tests.servers import wait_until as wait_until
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests to a `worker` and its answers (`demo.child`).
+"""The requests to a `worker` and its answers (`testkit.child`).
 
 One `Measured` answers each request. A worker whose client fails ends with a traceback on stderr.
 """

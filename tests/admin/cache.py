@@ -8,12 +8,15 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.admin.names import ChunkName
+from lmcache_redis.admin.server import open_server
 from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, add_checksums, mark_packed
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.resp import RedisOptions
 from lmcache_redis.seal import SealKeys
 from tests.servers import RedisServer
 
@@ -115,3 +118,10 @@ def everything(server: RedisServer) -> dict[bytes, bytes]:
     """All keys of the server and what they hold, of whatever type."""
     with server.client() as client:
         return {key: client.dump(key) for key in client.scan_iter(count=1000)}
+
+
+def refused(options: RedisOptions, error: type[Exception], match: str = ".") -> str:
+    """What tools say where they cannot be let in."""
+    with pytest.raises(error, match=match) as caught, open_server(options):
+        pass
+    return str(caught.value)

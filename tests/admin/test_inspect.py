@@ -303,11 +303,6 @@ def test_who_stored_a_chunk_is_said(server: PrimaryServers, client: Any) -> None
         assert as_json(report)["tenant"] == (tenant.hex() if is_known else None)
 
 
-def test_a_summary_of_nothing(server: PrimaryServers) -> None:
-    summary = summarise(server, b"", everything=False, verify=False)
-    assert list(summary_lines(summary)) == ["no chunks are here"]
-
-
 def test_under_lfu_no_idle_times_are_told(own_server: RedisServer) -> None:
     own_server.config_set("maxmemory-policy", "allkeys-lfu")
     with own_server.client() as client, open_server(RedisOptions(own_server.unix_url)) as server:

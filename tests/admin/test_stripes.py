@@ -106,17 +106,6 @@ def test_idle_times_are_read_before_reading_counts_as_a_use(
     assert (stripe.idle_s or 0) >= 5000
 
 
-def test_asking_when_a_key_was_used_is_no_use(server: PrimaryServers, client: Any) -> None:
-    CHUNK.put(client)
-    age(client, CHUNK.keys[0], 5000)
-    chunks = [SeenChunk(CHUNK.name, 0b111), SeenChunk(Cached(9).name, 1)]
-    for _ in range(2):
-        used, absent = read_idle(server, chunks)
-        assert isinstance(used, int)
-        assert used >= 5000
-        assert absent is None
-
-
 def test_a_damaged_payload_is_found_by_its_checksum(server: PrimaryServers, client: Any) -> None:
     CHUNK.put(client)
     client.setrange(CHUNK.keys[1], HEADER_BYTES + 5, b"????")
@@ -204,13 +193,6 @@ def test_any_stripe_tells_how_its_chunk_is_cut(index: int) -> None:
         assert size_of(header, 1 << only) == len(chunk.value(only))
     assert size_of(header, 0b11000) == 0
     assert missing(header, 0b101) == [1]
-
-
-def test_a_chunk_of_one_stripe() -> None:
-    chunk = Cached(1, stripe_count=1)
-    header = describe_header(chunk.value(0))
-    assert payload_of(header) == 100
-    assert size_of(header, 1) == chunk.value_bytes == 740
 
 
 def test_cuts_come_from_whole_headers_alone(server: PrimaryServers, client: Any) -> None:

@@ -158,13 +158,6 @@ def test_brackets_in_names_are_shown(
 
 
 @pytest.mark.servers
-def test_one_frame(agent: AgentServer) -> None:
-    done = run("top", "--once", "--interval-s", "0.1", "--endpoint", agent.endpoint, COLUMNS="80")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "in the last 0.1 s" in done.stdout
-
-
-@pytest.mark.servers
 def test_without_a_terminal_frames_follow_each_other(agent: AgentServer) -> None:
     words = [*COMMAND, "top", "--interval-s", "0.1", "--endpoint", agent.endpoint]
     with subprocess.Popen(
@@ -269,17 +262,6 @@ def test_an_agent_that_restarts_is_found_again(tmp_path: Path) -> None:
         terminal.wait_for("in the last 0.")
         terminal.press(b"q")
         assert terminal.end() == (0, "")
-
-
-@pytest.mark.servers
-def test_the_labels_stay_in_a_real_terminal(agent: AgentServer, report: dict[str, Any]) -> None:
-    terminal = Terminal.top(agent)
-    terminal.wait_for("chunks not loaded")
-    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.seen)
-    for label in LABELS:
-        assert re.search(rf"^{label}  ", lines, re.M), label
-    terminal.press(b"q")
-    assert terminal.end() == (0, "")
 
 
 @pytest.mark.servers

@@ -260,12 +260,6 @@ def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_grafana_takes_the_dashboard() -> None:
-    found = find(chart.render(RELEASES["sidecars"]), "ConfigMap", "-dashboard")
-    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert json.loads(found["data"]["lmcache-redis.json"]) == json.loads(DASHBOARD.read_text())
-
-
 def test_a_packed_chart_has_what_its_links_point_at(tmp_path: Path) -> None:
     packed = Path(chart.loaded().save(tmp_path))
     shutil.unpack_archive(packed, tmp_path)
