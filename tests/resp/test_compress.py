@@ -20,7 +20,7 @@ from tests.fuzz.packed import elements_with
 from tests.resp.helpers import Answers, Chunk, read, running, write
 from tests.servers import RedisServer
 
-pytestmark = [pytest.mark.servers, pytest.mark.usefixtures("both_ways")]
+BOTH_WAYS = pytest.mark.usefixtures("both_ways")
 
 SLOT = 100_000
 SIZE = 5 * SLOT - 1001
@@ -48,6 +48,7 @@ def empty(number: int) -> Chunk:
     return Chunk(number, SIZE, SLOT)
 
 
+@BOTH_WAYS
 @SEALED
 def test_all_read_what_some_pack(
     server: RedisServer, client: redis.Redis, keys: SealKeys | None
@@ -78,24 +79,24 @@ def test_all_read_what_some_pack(
         assert (header.stored_bytes, header.element_bytes) == (header.payload_bytes, 0)
 
 
+@BOTH_WAYS
 @SEALED
-@pytest.mark.parametrize("at", [HEADER_BYTES, HEADER_BYTES + 40_000, -1, 177, 184, 300])
-def test_damage_is_a_miss(
-    server: RedisServer, client: redis.Redis, keys: SealKeys | None, at: int
-) -> None:
+def test_damage_is_a_miss(server: RedisServer, client: redis.Redis, keys: SealKeys | None) -> None:
     chunk = numbers(1)
+    key = chunk.stripe_keys()[2]
     with running(server.url, seal_keys=keys, compress="lossless") as plane:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
-        key = chunk.stripe_keys()[2]
-        value = bytearray(client.get(key))
-        value[at] ^= 1
-        client.set(key, bytes(value))
-        assert read(plane, empty(1)) == [ReadOutcome.CORRUPT]
+        for at in (HEADER_BYTES, HEADER_BYTES + 40_000, -1, 177, 184, 300):
+            assert write(plane, chunk) == [WriteOutcome.STORED]
+            value = bytearray(client.get(key))
+            value[at] ^= 1
+            client.set(key, bytes(value))
+            assert read(plane, empty(1)) == [ReadOutcome.CORRUPT], at
         assert write(plane, chunk) == [WriteOutcome.STORED]
         assert read(plane, loaded := empty(1)) == [ReadOutcome.LOADED]
         assert loaded.content == chunk.content
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("stored", [b"\xff" * 9000, bytes(50_000)])
 def test_no_packed_form_is_a_miss(server: RedisServer, client: redis.Redis, stored: bytes) -> None:
     """Somebody has stored it so, with the right checksums."""
@@ -141,7 +142,6 @@ def test_a_value_that_was_received_apart(keys: SealKeys | None) -> None:
     assert reader.place(into, None) is ReadOutcome.INCOMPLETE
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("dtypes", "fmt", "nbytes"),
     [
@@ -162,13 +162,13 @@ def test_what_is_tried(dtypes: list[str], fmt: MemoryFormat, nbytes: int) -> Non
     assert element_bytes_of(metadata.serialize()) == nbytes
 
 
-@pytest.mark.unit
 def test_what_is_off_takes_no_memory_and_no_turns() -> None:
     assert Plain().together > 4 == Plain(True).together == Sealed(KEYS).together
     with pytest.raises(ConfigError, match="choose one of off, lossless"):
         RedisOptions("redis://h", compress="zstd")
 
 
+@BOTH_WAYS
 def test_a_plane_that_only_reads(server: RedisServer) -> None:
     def loads(plane: RedisPlane) -> None:
         assert read(plane, loaded := empty(1)) == [ReadOutcome.LOADED]

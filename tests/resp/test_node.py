@@ -14,7 +14,7 @@ import pytest
 
 from lmcache_redis.resp import RedisOptions, RedisPlane, finder
 from lmcache_redis.resp.finder import ServerFinder
-from lmcache_redis.resp.jobs import Jobs, LoopThread
+from lmcache_redis.resp.jobs import Jobs
 from lmcache_redis.resp.maps import SLOTS, ServerMap
 from lmcache_redis.resp.node import DataNodes
 from lmcache_redis.resp.options import Topology, parse_deployment
@@ -374,13 +374,6 @@ def test_no_thread_of_a_plane_ends_by_an_exception(
         }
         assert scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 0)
         assert caplog.text.count("internal error in a Redis plane thread") == 4
-
-
-def test_loop_threads_are_all_threads_of_a_plane() -> None:
-    with shard() as server, running(cluster_url(server)):
-        ours = [each for each in threading.enumerate() if each.name.startswith("lmcr-")]
-        assert ours
-        assert not [thread.name for thread in ours if not isinstance(thread, LoopThread)]
 
 
 # --------------------------------------------------------- a primary that moves

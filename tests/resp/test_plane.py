@@ -28,11 +28,12 @@ from tests.resp.helpers import (
 from tests.resp.proxy import Proxy, Stall
 from tests.servers import RedisServer, free_port
 
-pytestmark = pytest.mark.usefixtures("both_ways")
+BOTH_WAYS = pytest.mark.usefixtures("both_ways")
 
 SLOT = 4096
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
 def test_round_trips_of_all_sizes(server: RedisServer, transport: str) -> None:
     sizes = [1, 63, 64, 65, 4095, 4096, 4097, 8192, 12_345, 100_000, 1_000_003]
@@ -48,6 +49,7 @@ def test_round_trips_of_all_sizes(server: RedisServer, transport: str) -> None:
             server.command("FLUSHALL")
 
 
+@BOTH_WAYS
 def test_values_are_what_the_format_says(plane: RedisPlane, server: RedisServer) -> None:
     chunk = Chunk(1, 10_000, SLOT, seed=1)
     before_ms = int(time.time() * 1000)
@@ -69,27 +71,6 @@ def test_values_are_what_the_format_says(plane: RedisPlane, server: RedisServer)
     with server.client() as client:
         again = describe_header(client.get(chunk.stripe_keys()[0])[:HEADER_BYTES])
     assert again.store_id not in store_ids
-
-
-@pytest.mark.parametrize(("gets", "sets", "threads"), [(1, 1, 1), (4, 3, 2), (2, 9, 4)])
-def test_any_number_of_connections(server: RedisServer, gets: int, sets: int, threads: int) -> None:
-    settings = {
-        "get_connections": gets,
-        "set_connections": sets,
-        "network_threads": threads,
-    }
-    with running(server.url, **settings) as plane:
-        stored = [Chunk(n, 50_000 + n, SLOT, seed=n) for n in range(20)]
-        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
-        loaded = [Chunk(n, 50_000 + n, SLOT) for n in range(20)]
-        assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
-        assert [c.content for c in stored] == [c.content for c in loaded]
-
-
-def test_a_chunk_that_is_not_there(plane: RedisPlane) -> None:
-    chunk = Chunk(1, 10_000, SLOT)
-    assert read(plane, chunk) == [ReadOutcome.MISSING]
-    assert plane.stats().reads[ReadOutcome.MISSING] == 1
 
 
 def test_stats_count_what_happened(plane: RedisPlane) -> None:
@@ -131,6 +112,7 @@ def test_a_chunk_moves_once_at_a_time(own_server: RedisServer) -> None:
 # ------------------------------------------------------- stripe 0 comes last
 
 
+@BOTH_WAYS
 def test_stripe_0_waits_for_all_others(proxy: Proxy, server: RedisServer) -> None:
     one, two = Chunk(1, 5 * SLOT, SLOT, seed=1), Chunk(2, 4 * SLOT, SLOT, seed=2)
     with running(proxy.url, set_connections=3) as plane:
@@ -195,6 +177,7 @@ def test_a_plane_starts_without_a_server(tmp_path: Path) -> None:
         assert clear(plane, b"lmcr2:")[:2] == (CallOutcome.UNAVAILABLE, 0)
 
 
+@BOTH_WAYS
 def test_close_finishes_writes_and_cancels_the_rest(server: RedisServer) -> None:
     plane = RedisPlane(RedisOptions(server.url))
     plane.start()
@@ -218,6 +201,7 @@ def test_close_finishes_writes_and_cancels_the_rest(server: RedisServer) -> None
         plane.load_all((Chunk(1, 100, SLOT).io(),), loaded)
 
 
+@BOTH_WAYS
 def test_close_does_not_wait_for_a_server_that_is_stopped(own_server: RedisServer) -> None:
     plane = RedisPlane(RedisOptions(own_server.url, op_timeout_s=60.0, connect_timeout_s=60.0))
     plane.start()
@@ -234,6 +218,7 @@ def test_close_does_not_wait_for_a_server_that_is_stopped(own_server: RedisServe
     own_server.cont()
 
 
+@BOTH_WAYS
 def test_cancel_ends_queued_reads_and_leaves_others_alone(proxy: Proxy) -> None:
     with running(proxy.url, get_connections=1) as plane:
         chunks = [Chunk(n, 3 * SLOT, SLOT, seed=n) for n in range(3)]
