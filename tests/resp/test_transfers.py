@@ -280,7 +280,7 @@ def test_nothing_is_sent_after_a_connection_was_lost(own_server: RedisServer) ->
         wait_until(lambda: not proxy.acknowledge.is_set())
         # Until each connection has a stripe in flight.
         time.sleep(0.3)
-        links = [link for link in proxy._links if link.name.startswith("set")]
+        links = [link for link in proxy.links if link.name.startswith("set")]
         sent = len(proxy.stripes_set)
         links[0].close()
         time.sleep(0.1)
