@@ -61,6 +61,8 @@ class Loopback(ABC):
             while True:
                 client, _ = self._listener.accept()
                 self._socks.append(client)
+                if client.family != socket.AF_UNIX:
+                    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._spawn(self._serve_one, client)
 
     def _serve_one(self, client: socket.socket) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -34,13 +35,17 @@ def client(server: RedisServer) -> Iterator[redis.Redis]:
         yield client
 
 
+@functools.cache
+def packable(nbytes: int, index: int, spread: int) -> bytes:
+    return elements_with([112 + (n * n + index) % spread for n in range(nbytes // 2)], 2)
+
+
 def numbers(number: int, spread: int = 7) -> Chunk:
     """A chunk of bf16 numbers in so wide a range."""
     chunk = Chunk(number, SIZE, SLOT, seed=number)
     for index, slot in enumerate(chunk.slots):
-        count = len(slot) // 2
-        highs = [112 + (n * n + index) % spread for n in range(count)]
-        slot[: 2 * count] = elements_with(highs, 2)
+        made = packable(len(slot), index, spread)
+        slot[: len(made)] = made
     return chunk
 
 

@@ -303,7 +303,7 @@ def test_tls_is_for_sentinels_and_servers_or_for_neither(own_server: RedisServer
     url = f"rediss+sentinel://127.0.0.1:{own_server.port}/name"
     found = parse_deployment(RedisOptions(url))
     for endpoint in (*found.seeds, found.at("127.0.0.1", own_server.port)):
-        assert both in str(refused(Connector(endpoint, 5.0, 5.0)))
+        assert both in str(refused(Connector(endpoint, 0.5, 0.5)))
     with LyingServer(lambda words: b"\x15\x03\x01") as server:
         plain = parse_deployment(RedisOptions("redis+sentinel://h/name")).at(
             "127.0.0.1", server.port

@@ -22,6 +22,7 @@ from lmcache_redis.resp.routes import slot_of
 from lmcache_redis.resp.sources import Doubt
 from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
+    SLOW_S,
     Chunk,
     chunk_key,
     exists,
@@ -320,14 +321,16 @@ def test_servers_that_nobody_has_seen_get_few_threads() -> None:
             )
         )
         ports = [*range(10_000, 10_900)]
-        with running(cluster_url(first)) as plane:
-            wait_until(lambda: len(plane._nodes.routes.nodes) == 901)
-            assert len(plane_threads()) == 34
-            ports[:] = [server.port for server in real]
-            plane._nodes.watcher.hint(Doubt.BROKEN)
-            wait_until(lambda: plane.state.probed and not plane.state.reason)
-            assert len(plane._nodes.routes.nodes) == 41
-            assert all(server.commands for server in real)
+        plane = RedisPlane(RedisOptions(cluster_url(first), connect_timeout_s=SLOW_S))
+        plane.start()
+        stack.callback(plane.close, 1.0)
+        wait_until(lambda: len(plane._nodes.routes.nodes) == 901)
+        wait_until(lambda: len(plane_threads()) == 34)
+        ports[:] = [server.port for server in real]
+        plane._nodes.watcher.hint(Doubt.BROKEN)
+        wait_until(lambda: plane.state.probed and not plane.state.reason)
+        assert len(plane._nodes.routes.nodes) == 41
+        assert all(server.commands for server in real)
 
 
 def test_a_name_that_could_not_be_looked_up_is_looked_up_again(
