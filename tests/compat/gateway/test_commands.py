@@ -58,12 +58,6 @@ def test_the_replies_without_a_payload_are_these_bytes(client: Client) -> None:
     )
 
 
-def test_a_put_replaces(client: Client) -> None:
-    for payload in (b"first", b"the second one", bytes(100_000)):
-        client.put(KEY, payload)
-        assert client.get(KEY) == payload
-
-
 def test_a_put_of_no_bytes_is_not_stored(client: Client, serving: Serving) -> None:
     client.put(KEY, b"")
     assert client.get(KEY) is None

@@ -121,7 +121,7 @@ def test_every_setting_has_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
         "shutdown_deadline_s": "1", "tls_cert": "a.pem", "tls_key": "b.pem",
         "tls_client_ca": "c.pem", "allowed_peers": "10.0.0.0/8", "log_level": "warning",
         "allow_anyone": None, "metrics": "127.0.0.1:9464",
-        "log_format": "json",
+        "log_format": "json", "compress": "lossless",
     }  # fmt: skip
     started: list[GatewayConfig] = []
 

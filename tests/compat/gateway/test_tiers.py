@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from pathlib import Path
 
 import pytest
@@ -49,34 +48,6 @@ def test_whatever_a_request_says_is_in_the_reply(
         client.send(header(PUT, "m@1@0@ff@half"))
         assert not client.exists("m@1@0@ff@half"), "tiers have no chunks of no bytes"
         assert client.list() == {f"m@1@0@{n:x}@half" for n in range(len(FORMS))}
-
-
-def test_many_clients_on_all_tiers(server: RedisServer) -> None:
-    """Memory holds a third of the chunks, buffers fewer still: nothing mixes, nothing is lost."""
-    problems: list[BaseException] = []
-    settings = {"memory_bytes": 2 << 20, "disk_path": None, "redis_url": server.url}
-    sizes = {"buffer_bytes": 2 << 20, "max_payload_bytes": 1 << 20}
-    with Serving(None, **settings, **sizes) as serving:
-
-        def work(number: int) -> None:
-            source = random.Random(number)
-            chunks = [source.randbytes(source.randrange(200_000)) for _ in range(4)]
-            try:
-                with serving.client() as client:
-                    for turn, chunk in enumerate(chunks):
-                        client.put(f"m@16@{number}@{turn:02x}@half", chunk)
-                    for turn, chunk in enumerate(chunks):
-                        assert client.get(f"m@16@{number}@{turn:02x}@half") == chunk
-            except BaseException as problem:
-                problems.append(problem)
-
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert problems == []
-        assert serving.stats()["gets_hit"] == 64
 
 
 def test_a_write_that_hangs_holds_up_no_client() -> None:
