@@ -6,17 +6,11 @@ from __future__ import annotations
 import ast
 import json
 import re
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
-from xxhash import xxh3_64_intdigest
-
 import lmcache_redis
-from lmcache_redis.chunks.frame import HEADER_BYTES
-from lmcache_redis.tiers import ReadOutcome, WriteOutcome
-from tests.resp.helpers import Chunk, read, running, write
 from tests.servers import RedisServer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -68,22 +62,6 @@ def test_chunks_move_while_the_clock_jumps(own_server: RedisServer) -> None:
     assert report["looks"] >= 100, "the bent clock was not the one that was read"
     # No key has a time to live, by which the server's own clock could matter.
     assert all(db["expires"] == 0 for db in own_server.command("INFO", "keyspace").values())
-
-
-def test_values_of_any_time_are_loaded(own_server: RedisServer) -> None:
-    """The time in a header is read by people only: 1970 and the far future are as good."""
-    chunk = Chunk(1, 10_000, 4096, seed=1)
-    with running(own_server.url) as plane, own_server.client() as client:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
-        for created_unix_ms in (0, 1, (1 << 63) - 1, (1 << 64) - 1):
-            for key in chunk.stripe_keys():
-                value = bytearray(client.get(key))
-                struct.pack_into("<QQ", value, 160, created_unix_ms, 0)
-                struct.pack_into("<Q", value, 168, xxh3_64_intdigest(bytes(value[:HEADER_BYTES])))
-                client.set(key, bytes(value))
-            loaded = Chunk(1, 10_000, 4096)
-            assert read(plane, loaded) == [ReadOutcome.LOADED]
-            assert loaded.content == chunk.content
 
 
 def test_nothing_else_reads_the_wall_clock() -> None:

@@ -134,40 +134,6 @@ def test_what_moving_slots_have_is_missed_until_they_moved(own_cluster: Cluster)
         assert sum(keys_on(own_cluster.nodes)) == 0
 
 
-def test_resharding_while_loading_gives_right_bytes(own_cluster: Cluster) -> None:
-    stored = [Chunk(n, BIG, SLOT, seed=n) for n in range(4)]
-    with running(own_cluster.url) as plane:
-        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
-        source, target = own_cluster.nodes[0], own_cluster.add_node()
-        slots = {slot_of(key) for chunk in stored for key in chunk.stripe_keys()}
-        failures: list[BaseException] = []
-
-        def reshard() -> None:
-            try:
-                for slot in sorted(slots):
-                    if slot < 5462:
-                        own_cluster.move(slot, source, target)
-            except BaseException as error:
-                failures.append(error)
-
-        def load() -> set[ReadOutcome]:
-            loaded = [Chunk(n, BIG, SLOT) for n in range(4)]
-            outcomes = read(plane, *loaded)
-            for chunk, outcome in zip(loaded, outcomes, strict=True):
-                if outcome is ReadOutcome.LOADED:
-                    assert chunk.content == stored[chunk.number].content
-            return set(outcomes)
-
-        mover = threading.Thread(target=reshard)
-        mover.start()
-        while mover.is_alive():
-            assert load() <= {ReadOutcome.LOADED, ReadOutcome.UNAVAILABLE}
-        mover.join()
-        assert not failures
-        wait_until(lambda: load() == {ReadOutcome.LOADED})
-        assert target.command("DBSIZE") > 0
-
-
 def test_a_lost_shard_costs_only_its_chunks(cluster: Cluster) -> None:
     small = [Chunk(n, 3000, SLOT, seed=n) for n in range(60)]
     keys = [chunk_key(n) for n in range(60)]

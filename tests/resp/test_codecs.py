@@ -40,7 +40,7 @@ def with_right_checksums(value: bytearray) -> bytes:
     return bytes(value)
 
 
-def placed(codec: Codec, value: bytes, index: int) -> Found:
+def placed(codec: Codec, value: bytes | None, index: int) -> Found:
     """What is found for a stripe of chunk 1."""
     into = Chunk(1, SIZE, SLOT)
     stripe = StripeIO.of(into.io(), index)
@@ -137,6 +137,8 @@ LENGTHS: dict[str, tuple[Callable[[bytes], bytes], ReadOutcome]] = {
     "one byte long": (lambda value: value + b"x", CORRUPT),
     "with its tag behind it": (lambda value: value + value[624:640], CORRUPT),
     "twice": (lambda value: value * 2, CORRUPT),
+    "a bit of its payload": (lambda value: value[:-1] + bytes([value[-1] ^ 1]), CORRUPT),
+    "cut short behind its magic": (lambda value: value[:10], CORRUPT),
     "something else": (lambda value: b"y" * 100_000, FOREIGN),
     "something else, same length": (lambda value: b"y" * len(value), FOREIGN),
 }
@@ -144,8 +146,17 @@ LENGTHS: dict[str, tuple[Callable[[bytes], bytes], ReadOutcome]] = {
 
 @pytest.mark.parametrize("codec", [Plain(), Sealed(KEYS)], ids=["plain", "sealed"])
 @pytest.mark.parametrize("case", LENGTHS)
-def test_a_value_of_another_length(codec: Codec, case: str) -> None:
+def test_a_damaged_value_and_one_of_another_length(codec: Codec, case: str) -> None:
     change, outcome = LENGTHS[case]
     for index in STRIPES:
         value = bytes(value_of(codec, Chunk(1, SIZE, SLOT, seed=1), index))
+        assert placed(codec, value, index) == STORE_ID
         assert placed(codec, change(value), index) is outcome
+
+
+@pytest.mark.parametrize("codec", [Plain(), Sealed(KEYS)], ids=["plain", "sealed"])
+def test_what_is_not_there_or_of_another_chunk(codec: Codec) -> None:
+    for index in STRIPES:
+        assert placed(codec, None, index) is ReadOutcome.INCOMPLETE
+        other = bytes(value_of(codec, Chunk(2, SIZE, SLOT, seed=2), index))
+        assert placed(codec, other, index) is FOREIGN

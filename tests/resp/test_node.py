@@ -136,22 +136,6 @@ def test_invented_addresses_get_neither_threads_nor_the_password(kind: bytes) ->
         assert any(SECRET.encode() in words for words in server.commands)
 
 
-def test_waits_for_a_map_that_never_comes_are_forgotten() -> None:
-    maps = itertools.count()
-
-    def answer(words: list[bytes]) -> Answer:
-        if words[0] == b"CLUSTER":
-            return slots_of(server.port) if next(maps) < 4 else b"-ERR not now\r\n"
-        return b"-MOVED 1 127.0.0.1:1\r\n" if words[0] == b"EXISTS" else None
-
-    server = LyingServer(answer)
-    with server, running(cluster_url(server), op_timeout_s=0.2) as plane:
-        for number in range(5):
-            keys = [chunk_key(number), chunk_key(number + 1)]
-            assert exists(plane, keys).outcome is CallOutcome.UNAVAILABLE
-        assert plane._nodes._waits == {}
-
-
 def test_a_redirection_waits_for_the_map_that_names_the_server() -> None:
     """It is looked up until then."""
     asked = itertools.count()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from tests.resp.helpers import (
     wait_until,
     write,
 )
-from tests.resp.proxy import Proxy, Stall
+from tests.resp.proxy import Proxy
 from tests.servers import RedisServer, free_port
 
 BOTH_WAYS = pytest.mark.usefixtures("both_ways")
@@ -142,25 +141,6 @@ def test_stripe_0_waits_for_all_others(proxy: Proxy, server: RedisServer) -> Non
         assert last.index((two.key, 3)) < last.index((two.key, 0))
 
 
-def test_stripe_0_is_last_in_the_order_of_the_server(server: RedisServer) -> None:
-    chunks = [Chunk(n, (n % 4 + 1) * 64, 64, seed=n) for n in range(12)]
-    total = sum(chunk.stripe_count for chunk in chunks)
-    with server.client() as client, client.monitor() as monitor:
-        with running(server.url, set_connections=3) as plane:
-            assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
-        seen: list[tuple[int, int]] = []
-        while len(seen) < total:
-            line = monitor.connection.read_response()
-            _, _, rest = line.partition(b'"SET" "')
-            if rest:
-                key = rest.partition(b'" "LMCR')[0].decode("unicode_escape").encode("latin-1")
-                seen.append((int(key[-67:-3], 16), int.from_bytes(key[-2:], "big")))
-    for chunk in chunks:
-        order = [index for number, index in seen if number == chunk.number]
-        assert order[-1] == 0
-        assert sorted(order) == list(range(chunk.stripe_count))
-
-
 # ----------------------------------------------------------------- the ends
 
 
@@ -218,31 +198,6 @@ def test_close_does_not_wait_for_a_server_that_is_stopped(own_server: RedisServe
     own_server.cont()
 
 
-@BOTH_WAYS
-def test_cancel_ends_queued_reads_and_leaves_others_alone(proxy: Proxy) -> None:
-    with running(proxy.url, get_connections=1) as plane:
-        chunks = [Chunk(n, 3 * SLOT, SLOT, seed=n) for n in range(3)]
-        write(plane, *chunks)
-        wait_until(lambda: not plane._jobs.transfers)
-        proxy.for_gets.append(Stall(100))
-        answers = Answers()
-        ios = [chunk.io() for chunk in chunks]
-        for io in ios:
-            plane.load_all((io,), answers)
-        wait_until(lambda: proxy.gets == 1)
-        plane.cancel(ios[1])
-        assert answers.wait(1) == [ReadOutcome.CANCELLED]
-        # The first is held by a socket: its answer waits for that.
-        plane.cancel(ios[0])
-        wait_until(lambda: plane._jobs.transfers[ios[0]].outcome)
-        assert len(answers) == 1
-        proxy.cut_all()
-        outcomes = answers.wait(3)
-        assert outcomes[1] is ReadOutcome.CANCELLED
-        assert outcomes[2] in (ReadOutcome.LOADED, ReadOutcome.UNAVAILABLE)
-        plane.cancel(ios[2])
-
-
 def test_use_before_start_and_twice(server: RedisServer) -> None:
     plane = RedisPlane(RedisOptions(server.url))
     with pytest.raises(RuntimeError):
@@ -252,19 +207,3 @@ def test_use_before_start_and_twice(server: RedisServer) -> None:
     with pytest.raises(RuntimeError):
         plane.start()
     assert plane.close(1)
-
-
-def test_callbacks_come_in_chunk_order_when_all_is_well(plane: RedisPlane) -> None:
-    chunks = [Chunk(n, 100, SLOT, seed=n) for n in range(50)]
-    order: list[int] = []
-    answers = Answers()
-
-    def done(io: ChunkIO, outcome: WriteOutcome) -> None:
-        assert isinstance(io.tag, Chunk)
-        order.append(io.tag.number)
-        answers(io, outcome)
-
-    for chunk in chunks:
-        plane.store_all((chunk.io(),), done)
-    answers.wait(50)
-    assert all(a < b for a, b in pairwise(order))
