@@ -575,15 +575,6 @@ class TestPartialChunks:
         assert_moved(pair.caches, before, {4 + n: 22 + n for n in range(4)})
         assert pair.worker.get_block_ids_with_load_errors() == {20, 21}
 
-    def test_blocks_that_were_to_be_left_are_no_errors(self, pair: Pair) -> None:
-        pair.store("a", HASHES, range(8))
-        assert pair.lookup("b", block_hashes=HASHES) == 2 * CHUNK
-        ids = list(range(20, 27))
-        op = LoadStoreOp(ids, None, HASHES[:7], skip_first_n_tokens=6 * BLOCK)
-        pair.worker.submit_retrieve_request("b", op, None)
-        finished_retrieves(pair.worker, "b")
-        assert pair.worker.get_block_ids_with_load_errors() == {26}
-
     def test_less_than_a_chunk(self, pair: Pair, agent: AgentServer, caplog: Any) -> None:
         for op in (
             LoadStoreOp([0, 1, 2], None, HASHES[:3]),

@@ -251,24 +251,6 @@ def test_puts_wait_for_room_each_on_its_own_connection(backend: DictTier) -> Non
                 client.socket.close()
 
 
-def test_a_get_without_room_waits_for_its_turn(backend: DictTier) -> None:
-    with (
-        Serving(backend, buffer_bytes=1 << 16, max_payload_bytes=50_000) as serving,
-        serving.client() as reader,
-        serving.client() as writer,
-    ):
-        reader.put(KEY, b"y" * 50_000)
-        assert reader.exists(KEY)
-        half_sent = put("m@1@0@ab@half", bytes(40_000))
-        writer.send(half_sent[:20_000])
-        serving.until(buffer_used_bytes=40_000)
-        reader.send(header(GET, KEY))
-        serving.until(requests_get=1)
-        writer.send(half_sent[20_000:])
-        assert reader.reply()[:2] == (200, 50_000)
-        assert reader.receive(50_000) == b"y" * 50_000
-
-
 def test_a_fault_of_a_tier_ends_one_connection(
     client: Client, backend: DictTier, serving: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
