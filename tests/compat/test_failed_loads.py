@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,12 +30,6 @@ from tests.servers import RedisServer
 
 GARBAGE = -1.0
 NO_CONTEXT: Any = None
-
-
-@pytest.fixture
-def agent(tmp_path: Path, server: RedisServer) -> Iterator[AgentServer]:
-    with AgentServer(tmp_path / "agent", server.unix_url) as agent:
-        yield agent
 
 
 @dataclass

@@ -46,12 +46,6 @@ from tests.servers import RedisServer
 
 
 @pytest.fixture
-def agent(tmp_path: Path, server: RedisServer) -> Iterator[AgentServer]:
-    with AgentServer(tmp_path / "agent", server.unix_url) as agent:
-        yield agent
-
-
-@pytest.fixture
 def context() -> Iterator[zmq.Context[Any]]:
     with zmq.Context() as context:
         yield context

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import redis
 
 from lmcache_redis import native
 from lmcache_redis.resp import RedisPlane
@@ -20,6 +21,12 @@ from tests.servers import RedisServer
 def plane(server: RedisServer) -> Iterator[RedisPlane]:
     with running(server.url) as plane:
         yield plane
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Iterator[redis.Redis]:
+    with server.client() as client:
+        yield client
 
 
 @pytest.fixture

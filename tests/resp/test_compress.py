@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import pytest
 import redis
@@ -27,12 +26,6 @@ SLOT = 100_000
 SIZE = 5 * SLOT - 1001
 KEYS = SealKeys([bytes(32)])
 SEALED = pytest.mark.parametrize("keys", [None, KEYS], ids=["plain", "sealed"])
-
-
-@pytest.fixture
-def client(server: RedisServer) -> Iterator[redis.Redis]:
-    with server.client() as client:
-        yield client
 
 
 @functools.cache

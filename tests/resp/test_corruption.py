@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import redis
 
@@ -14,18 +12,11 @@ from lmcache_redis.resp import RedisPlane
 from lmcache_redis.tiers import CallOutcome, FramesResult, ReadOutcome, RemoveResult, WriteOutcome
 from tests.resp.helpers import Chunk, chunk_key, describe, read, remove, write
 from tests.resp.test_codecs import Change, flip
-from tests.servers import RedisServer
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
 SLOT = 4096
 SIZE = 5 * SLOT - 100
-
-
-@pytest.fixture
-def client(server: RedisServer) -> Iterator[redis.Redis]:
-    with server.client() as client:
-        yield client
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ from tests.resp.helpers import (
 )
 from tests.resp.test_codecs import flip, with_right_checksums
 from tests.resp.test_corruption import SIZE, SLOT, check, spoil
-from tests.resp.test_corruption import client as client
 from tests.resp.test_corruption import stored as stored
 from tests.servers import RedisServer
 
