@@ -74,9 +74,9 @@ def test_a_tier_that_cannot_deliver_is_passed_over() -> None:
     with Serving([upper, lower]) as serving, serving.client() as client:
         client.put(KEY, b"x" * 5000)
         assert client.exists(KEY)
-        upper.damaged = True
+        upper.is_damaged = True
         assert client.get(KEY) == b"x" * 5000
-        lower.damaged = True
+        lower.is_damaged = True
         assert client.get(KEY) is None
         serving.until(gets_hit=1, gets_miss=1)
 
@@ -89,7 +89,7 @@ def test_a_chunk_larger_than_the_memory_leaves_the_others_there() -> None:
         for _ in range(2):
             assert client.get("m@1@0@02@half") == b"2" * 20_000
             assert serving.call(lambda: serving.pool.idle) == 4000
-        tier.chunks.clear()
+        tier._chunks.clear()
         assert client.get("m@1@0@01@half") == b"1" * 4000
 
 
