@@ -22,7 +22,6 @@ from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.wire import get_command, set_prefix, value_head
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
-from tests.resp.certificates import Authority
 from tests.resp.helpers import (
     Answers,
     Chunk,
@@ -66,13 +65,6 @@ def over_in_time() -> Iterator[None]:
     yield
     took = time.monotonic() - started
     assert took < BOUND_S, f"took {took:.2f} s"
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    authority = Authority(tmp_path_factory.mktemp("tls"))
-    authority.issue("server", "localhost")
-    return authority.directory
 
 
 def server_side(certificates: Path) -> ssl.SSLContext:
