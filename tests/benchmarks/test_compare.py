@@ -31,11 +31,11 @@ SIZES = (256 << 10, 2 * MIB, 8 * MIB, 32 * MIB)
 def made_up_rows() -> list[Row]:
     """Every client, operation and size; a client's time grows with its place in the list."""
     samples = Samples()
-    settings = {"ours": [Setting(), Setting(8, 8)]}
+    settings = {"ours": [Setting(), Setting(8)]}
     settings |= {peer: settings_of(peer, (1, 4)) for peer in PEERS}
     for place, (client, ways) in enumerate(settings.items()):
         for setting in ways:
-            seconds = (place + 1) / setting.get_connections
+            seconds = (place + 1) / setting.connections
             for size in SIZES:
                 for op in MOVES:
                     samples.add(Case(client, setting, op, size, 8), Measured(seconds, 1.0))

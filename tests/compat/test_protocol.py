@@ -107,20 +107,9 @@ class TestClientMetaMessage:
             ClientCommand.PUT, CACHE_KEY.to_string(), payload
         )
 
-    def test_takes_the_text_of_a_key(self) -> None:
-        assert replace(self.message, key=CACHE_KEY.to_string()) == self.message
-
     def test_a_request_without_a_key(self) -> None:
         message = replace(self.message, command=ClientCommand.HEALTH, key="")
         assert ClientMetaMessage.deserialize(message.serialize()) == message
-
-    def test_may_be_changed(self) -> None:
-        message = replace(self.message)
-        message.length = 7
-        assert ClientMetaMessage.deserialize(message.serialize()).length == 7
-        message.length = -1
-        with pytest.raises(FormatError):
-            message.serialize()
 
     @pytest.mark.parametrize(
         "changes",

@@ -18,7 +18,6 @@ import torch
 
 from lmcache_redis.compat.cache_engine_key import object_key_of
 from lmcache_redis.compat.storage_backend import (
-    CacheEngineKey,
     LMCacheEngineConfig,
     LMCacheEngineMetadata,
     LMCacheMemPoolMetadata,
@@ -169,14 +168,6 @@ def test_a_backend_of_ones_own() -> None:
         LMCBackendInterface()  # type: ignore[abstract]
 
 
-def test_another_process_lists_and_reads_the_keys(make: MakeFacade) -> None:
-    make("remote").put(engine_key(1), chunk_of(1))
-    other = make("hybrid")
-    (found,) = other.list()
-    assert found == CacheEngineKey("vllm", "org/model", 1, 0, engine_key(1).chunk_hash)
-    assert same(other.get(found), chunk_of(1))
-
-
 def test_the_smaller_limit_holds() -> None:
     chunk_bytes = chunk_of(0).numel() * 2
     room = 3.5 * chunk_bytes / (1 << 30)
@@ -246,13 +237,6 @@ def test_settings_are_any_object_with_the_attributes(server: RedisServer) -> Non
     backend.put(engine_key(1), chunk_of(1))
     assert same(backend.get(engine_key(1)), chunk_of(1))
     backend.close()
-
-
-def test_defaults_of_the_configuration() -> None:
-    assert LMCacheEngineConfig.from_defaults() == LMCacheEngineConfig(
-        256, "cuda", 5, "redis://localhost:6379", "torch", False, False
-    )
-    assert LMCacheEngineConfig.from_defaults(128, "cpu", remote_url=None).remote_url is None
 
 
 @pytest.mark.parametrize(

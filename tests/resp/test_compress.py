@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 
 import pytest
 import redis
@@ -27,7 +27,7 @@ from tests.fuzz.packed import elements_with
 from tests.resp.helpers import Answers, Chunk, read, running, write
 from tests.servers import RedisServer
 
-pytestmark = [pytest.mark.servers, pytest.mark.usefixtures("both_ways")]
+BOTH_WAYS = pytest.mark.usefixtures("both_ways")
 
 SLOT = 100_000
 SIZE = 5 * SLOT - 1001
@@ -35,19 +35,17 @@ KEYS = SealKeys([bytes(32)])
 SEALED = pytest.mark.parametrize("keys", [None, KEYS], ids=["plain", "sealed"])
 
 
-@pytest.fixture
-def client(server: RedisServer) -> Iterator[redis.Redis]:
-    with server.client() as client:
-        yield client
+@functools.cache
+def packable(nbytes: int, index: int, spread: int) -> bytes:
+    return elements_with([112 + (n * n + index) % spread for n in range(nbytes // 2)], 2)
 
 
 def numbers(number: int, spread: int = 7) -> Chunk:
     """A chunk of bf16 numbers in so wide a range."""
     chunk = Chunk(number, SIZE, SLOT, seed=number)
     for index, slot in enumerate(chunk.slots):
-        count = len(slot) // 2
-        highs = [112 + (n * n + index) % spread for n in range(count)]
-        slot[: 2 * count] = elements_with(highs, 2)
+        made = packable(len(slot), index, spread)
+        slot[: len(made)] = made
     return chunk
 
 
@@ -55,6 +53,7 @@ def empty(number: int) -> Chunk:
     return Chunk(number, SIZE, SLOT)
 
 
+@BOTH_WAYS
 @SEALED
 def test_all_read_what_some_pack(
     server: RedisServer, client: redis.Redis, keys: SealKeys | None
@@ -85,19 +84,18 @@ def test_all_read_what_some_pack(
         assert (header.stored_bytes, header.element_bytes) == (header.payload_bytes, 0)
 
 
+@BOTH_WAYS
 @SEALED
-@pytest.mark.parametrize("at", [HEADER_BYTES, HEADER_BYTES + 40_000, -1, 177, 184, 300])
-def test_damage_is_a_miss(
-    server: RedisServer, client: redis.Redis, keys: SealKeys | None, at: int
-) -> None:
+def test_damage_is_a_miss(server: RedisServer, client: redis.Redis, keys: SealKeys | None) -> None:
     chunk = numbers(1)
+    key = chunk.stripe_keys()[2]
     with running(server.url, seal_keys=keys, compress="lossless") as plane:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
-        key = chunk.stripe_keys()[2]
-        value = bytearray(client.get(key))
-        value[at] ^= 1
-        client.set(key, bytes(value))
-        assert read(plane, empty(1)) == [ReadOutcome.CORRUPT]
+        for at in (HEADER_BYTES, HEADER_BYTES + 40_000, -1, 177, 184, 300):
+            assert write(plane, chunk) == [WriteOutcome.STORED]
+            value = bytearray(client.get(key))
+            value[at] ^= 1
+            client.set(key, bytes(value))
+            assert read(plane, empty(1)) == [ReadOutcome.CORRUPT], at
         assert write(plane, chunk) == [WriteOutcome.STORED]
         assert read(plane, loaded := empty(1)) == [ReadOutcome.LOADED]
         assert loaded.content == chunk.content
@@ -157,6 +155,7 @@ def test_a_sealed_reader_checks_what_it_unpacks() -> None:
         assert checksum == 1 or into.payload == stripe.payload
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("stored", [b"\xff" * 9000, bytes(50_000)])
 def test_no_packed_form_is_a_miss(server: RedisServer, client: redis.Redis, stored: bytes) -> None:
     """Somebody has stored it so, with the right checksums."""
@@ -202,7 +201,6 @@ def test_a_value_that_was_received_apart(keys: SealKeys | None) -> None:
     assert reader.place(into, None) is ReadOutcome.INCOMPLETE
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("dtypes", "fmt", "sizes"),
     [
@@ -248,13 +246,13 @@ def test_pages_of_bytes_are_packed_as_what_they_are(
     assert pack(noise, (1, 2), memoryview(bytearray(len(noise)))) == (0, 0)
 
 
-@pytest.mark.unit
 def test_what_is_off_takes_no_memory_and_no_turns() -> None:
     assert Plain().together > 4 == Plain(True).together == Sealed(KEYS).together
     with pytest.raises(ConfigError, match="choose one of off, lossless"):
         RedisOptions("redis://h", compress="zstd")
 
 
+@BOTH_WAYS
 def test_a_plane_that_only_reads(server: RedisServer) -> None:
     def loads(plane: RedisPlane) -> None:
         assert read(plane, loaded := empty(1)) == [ReadOutcome.LOADED]

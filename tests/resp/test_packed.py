@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import socket
 import struct
@@ -29,15 +30,17 @@ from tests.resp.test_bulk import (
 from tests.resp.test_bulk import mover as mover
 
 GUARD = b"\xa5" * 64
-SMALL, LARGE = 10_001, 700_000
+SMALL, LARGE = 10_001, 300_000
 
 
+@functools.cache
 def plain_of(nbytes: int, seed: int = 1) -> bytes:
     """bf16 numbers of a narrow range."""
     highs = random.Random(seed).choices(range(110, 122), k=nbytes // 2)
     return elements_with(highs, 2) + b"x" * (nbytes % 2)
 
 
+@functools.cache
 def packed_of(plain: bytes) -> bytes:
     room = bytearray(len(plain))
     stored = bytes(room[: pack(plain, 2, room)])
@@ -87,7 +90,7 @@ def send_all(server: socket.socket, data: bytes, piece: int) -> threading.Thread
     return thread
 
 
-@pytest.mark.parametrize("piece", [1 << 30, 200_000, 5_000])
+@pytest.mark.parametrize("piece", [1 << 30, 5_000])
 @pytest.mark.parametrize("nbytes", [SMALL, LARGE])
 def test_it_comes_back_in_its_slot(mover: Mover, nbytes: int, piece: int) -> None:
     plain, frame = plain_of(nbytes), frame_of(nbytes)

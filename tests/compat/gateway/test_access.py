@@ -103,23 +103,6 @@ def test_a_handshake_that_does_not_go_on_is_cut_off(
 
 
 @pytest.mark.servers
-def test_a_slow_reader_with_tls_is_cut_off(
-    backend: DictTier,
-    authority: Authority,
-    tls: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(server, "REQUEST_TIMEOUT_S", 0.5)
-    with (
-        Serving(backend, **tls) as serving,
-        serving.client(tls=trusting(authority)) as slow,
-    ):
-        slow.put(KEY, bytes(1 << 19))
-        slow.send(header(GET) * 40)
-        serving.until(closed_connections_stalled=1, buffer_used_bytes=0)
-
-
-@pytest.mark.servers
 def test_clients_with_certificates(
     backend: DictTier,
     authority: Authority,
