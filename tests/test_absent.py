@@ -37,6 +37,7 @@ FILES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.servers
 def test_only_what_is_absent_is_skipped(tmp_path: Path) -> None:
     for name, text in FILES.items():

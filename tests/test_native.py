@@ -40,7 +40,7 @@ def vectors(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("vectors")
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(min_size=241, max_size=5000), st.integers(0, 1500))
 def test_the_checksum_is_xxh3(data: bytes, step: int) -> None:
     """In whatever pieces the data come."""

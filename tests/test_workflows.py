@@ -61,6 +61,7 @@ def help_of(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.servers
 def test_a_command_is_a_script_with_these_options() -> None:
     for command in dict.fromkeys(OURS):

@@ -64,14 +64,13 @@ def test_a_row_has_medians_of_rounds_and_means_of_what_was_used() -> None:
     assert row["counters"] == {"hit_chunks_redis": 10}
 
 
-@pytest.mark.parametrize("left_out", [(), ("lmcache-large", "lmcache-small"), ("none",)])
-def test_the_plot_is_a_png(tmp_path: Path, left_out: tuple[str, ...]) -> None:
+def test_the_plot_is_a_png_whatever_was_left_out(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows: list[dict[str, Any]] = [
         samples_of(scenario, case).row()
         for scenario in (DOCUMENTS, CONVERSATIONS)
         for case in CASES
-        if case not in left_out
+        if not case.startswith("lmcache")
     ]
     path = write_plot(tmp_path / "plot.png", rows, "a machine")
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

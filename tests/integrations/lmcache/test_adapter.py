@@ -259,6 +259,7 @@ door.adapter.close()
 """
 
 
+@pytest.mark.long
 def test_two_servers_share_their_objects(open_door: Open, redis: RedisServer) -> None:
     door = open_door(slot_bytes=1 << 20)
     door.store(keys(1), filled(1))
