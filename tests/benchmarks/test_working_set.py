@@ -76,6 +76,7 @@ def test_the_plot_is_a_png_whatever_was_left_out(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+@pytest.mark.long
 @pytest.mark.servers
 @pytest.mark.parametrize("name", ["none", "small", "disk"])
 def test_what_a_case_starts(tmp_path: Path, name: str) -> None:
