@@ -18,11 +18,11 @@ from setuptools.command.build_py import build_py
 STABLE_ABI = sys.version_info >= (3, 11)
 
 SOURCES = {
-    "_moves": ("module", "moves", "xxh3", "packing", "tiles"),
+    "_moves": ("module", "moves", "header", "xxh3", "packing", "tiles"),
     "_guard": ("guard",),
     "_packing": ("packing_module", "packing", "tiles"),
 }
-HEADERS = ("moves", "xxh3", "packing", "tiles")
+HEADERS = ("moves", "header", "xxh3", "packing", "tiles")
 KERNELS = "lmcache_redis/device/kernels"
 
 

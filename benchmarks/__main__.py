@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.report import show, write_json
-from demo.processes import ended_in_order
 from lmcache_redis.errors import LMCacheRedisError
+from testkit.processes import ended_in_order
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,6 +26,9 @@ app = typer.Typer(
 )
 
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]
+CompressOption = Annotated[
+    bool, typer.Option("--compress", help="bfloat16 KV, beside the same with --compress lossless.")
+]
 RoundsOption = Annotated[int, typer.Option("--rounds", min=1, max=1000)]
 
 
@@ -55,8 +58,9 @@ def _names(given: str, known: Collection[str]) -> list[str]:
 
 
 OWN = "For our client: a list like 1,2,4"
-GetsOption = Annotated[str | None, typer.Option(help=f"{OWN} of GET connections.")]
-SetsOption = Annotated[str | None, typer.Option(help=f"{OWN} of SET connections.")]
+ConnectionsOption = Annotated[
+    str | None, typer.Option(help=f"{OWN} of connections for loads, and as many for stores.")
+]
 ThreadsOption = Annotated[str | None, typer.Option(help=f"{OWN} of network threads.")]
 SlotsOption = Annotated[str | None, typer.Option(help=f"{OWN} of slot sizes in KiB.")]
 
@@ -71,8 +75,7 @@ def data_plane(
         int | None,
         typer.Option(min=1, help="Moved per measurement, at least eight values. Default 128."),
     ] = None,
-    gets: GetsOption = None,
-    sets: SetsOption = None,
+    connections: ConnectionsOption = None,
     threads: ThreadsOption = None,
     slot_kib: SlotsOption = None,
     sealed: Annotated[
@@ -88,22 +91,22 @@ def data_plane(
     """Chunks to and from Redis, and prefix scans, beside LMCache's client and others.
 
     Takes about six minutes. Our client runs at its defaults and with one to eight connections. If
-    --gets, --sets, --threads or --slot-kib is given, it runs with every combination of them
+    --connections, --threads or --slot-kib is given, it runs with every combination of them
     instead, and the first one is compared with the peers. --sealed shows what sealed values cost.
     """
     from benchmarks.plane import run as benchmark
     from benchmarks.plane.cases import Plan
     from benchmarks.plane.peers import OURS, PEERS, settings_of
 
-    connections = (1, 4) if quick else (1, 2, 4, 8)
+    several = (1, 4) if quick else (1, 2, 4, 8)
     slots = [kib << 10 for kib in _counts(slot_kib)]
     settings = {
         OURS: benchmark.settings_of_ours(
-            connections, _counts(gets), _counts(sets), _counts(threads), slots, sealed
+            several, _counts(connections), _counts(threads), slots, sealed
         )
     }
     if not no_peers:
-        settings |= {peer: settings_of(peer, connections) for peer in PEERS}
+        settings |= {peer: settings_of(peer, several) for peer in PEERS}
     plan = Plan(
         settings,
         sizes=[round(mib * (1 << 20)) for mib in _sizes(chunk_mib)],
@@ -256,14 +259,16 @@ def packing(
     moved_mib: Annotated[int, typer.Option(min=1, help="Moved per measurement.")] = 256,
     dtypes: Annotated[str | None, typer.Option(help="A list of dtypes. Default: all.")] = None,
     layers: Annotated[
-        bool, typer.Option("--layers", help="Ratios of each layer, in the first dtype.")
+        bool, typer.Option("--layers", help="Ratios of each layer, in the first dtype; a plot.")
     ] = False,
+    output_dir: Annotated[Path, typer.Option(help="The plot.")] = Path("bench-output"),
     json: JsonOption = None,
 ) -> None:
     """Packed payloads of SmolLM2's KV: how much shorter, and how fast beside a copy.
 
     Takes a minute or two.
     """
+    from benchmarks import plots
     from benchmarks.packing import run as benchmark
 
     chosen = _names(dtypes or ",".join(benchmark.DTYPES), benchmark.DTYPES)
@@ -274,6 +279,8 @@ def packing(
         by_layer = benchmark.layer_rows(caches[chosen[0]], chosen[0])
         show(f"plain bytes of one stored byte, {chosen[0]}", by_layer)
         rows = [*rows, *by_layer]
+        path = output_dir / "packing.svg"
+        plots.report(lambda: benchmark.plot(by_layer, chosen[0], path))
     speeds = benchmark.speed_rows(caches, rounds, moved_mib)
     show("plain bytes, one core", speeds)
     write_json(json, [*rows, *speeds])
@@ -283,13 +290,14 @@ def packing(
 def main_job(
     rounds: RoundsOption = 5,
     prompt_tokens: Annotated[int, typer.Option(min=512, max=32_768)] = 4097,
+    compress: CompressOption = False,
     output_dir: Annotated[Path, typer.Option(help="Logs and the model.")] = Path("bench-output"),
     json: JsonOption = None,
 ) -> None:
     """Time to first token of a real vLLM: cold, from the host pool, from Redis. Takes minutes."""
     from benchmarks import main_job as benchmark
 
-    rows = benchmark.run(output_dir, rounds, prompt_tokens)
+    rows = benchmark.run(output_dir, rounds, prompt_tokens, compress)
     _report(f"main job, prompts of {prompt_tokens} tokens", rows, json)
 
 
@@ -362,6 +370,7 @@ def slow_link(
     mbits: Annotated[str, typer.Option(help="A list of rates, from fast to slow.")] = (
         "10000,3000,1000,300,100,20"
     ),
+    compress: CompressOption = False,
     output_dir: Annotated[Path, typer.Option(help="Logs, the model and the plot.")] = Path(
         "bench-output"
     ),
@@ -375,7 +384,7 @@ def slow_link(
     from benchmarks import slow_link as benchmark
 
     rates = _sizes(mbits, "1000,100,20")
-    rows = benchmark.run(output_dir, rounds, prompt_tokens, rates)
+    rows = benchmark.run(output_dir, rounds, prompt_tokens, rates, compress)
     _report(f"slow link, prompts of {prompt_tokens} tokens", rows, json)
     plots.report(lambda: benchmark.plot(rows, output_dir / "slow-link.png"))
 

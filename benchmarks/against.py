@@ -21,7 +21,7 @@ from lmcache_redis.errors import ConfigError, LMCacheRedisError
 ROOT = Path(__file__).parent.parent
 # Of the other commit's speed.
 SLOWER = 0.8
-_PLANE = ("data-plane", "--no-peers", "--no-scans", "--rounds", "3", "--gets", "2")
+_PLANE = ("data-plane", "--no-peers", "--no-scans", "--rounds", "3", "--threads", "1")
 _LOOKUP = ("lookup", "--rounds", "200")
 _WAIT_S = 900
 

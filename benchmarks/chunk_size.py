@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import ratios, rotated
-from demo.agent import AgentServer
-from demo.engine import EngineProcess
 from demo.model import CPU_SHAPE, VOCABULARY, ModelShape, make_model, make_prompts
 from lmcache_redis.agent.embedded import embedded_redis
+from testkit.agent import AgentServer
+from testkit.engine import EngineProcess
 
 # By KiB of KV a token.
 SHAPES = {

@@ -13,11 +13,11 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from demo.agent import AgentServer
 from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import StoreTransfer, TransferOp, WorkerClient
 from lmcache_redis.errors import LMCacheRedisError
+from testkit.agent import AgentServer
 
 if TYPE_CHECKING:
     import torch

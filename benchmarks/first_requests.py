@@ -20,9 +20,9 @@ from typing import Any
 from benchmarks.link import LimitedLink
 from benchmarks.report import rotated
 from benchmarks.slow_link import SHAPE
-from demo.agent import AgentServer
-from demo.engine import EngineProcess
 from demo.model import make_model, make_prompts
+from testkit.agent import AgentServer
+from testkit.engine import EngineProcess
 
 REQUESTS = 6
 PLAIN, ADAPTIVE = "no connector", "adaptive"

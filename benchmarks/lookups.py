@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.engine import CHUNK_TOKENS, Engine, Shape
 from benchmarks.report import percentile
 from benchmarks.servers import wait_for
-from demo.agent import AgentServer
 from lmcache_redis.agent.embedded import embedded_redis
+from testkit.agent import AgentServer
 
 CHUNKS = 128
 SMALL = Shape("small", segments=1, page_bytes=1024, blocks_per_chunk=16)

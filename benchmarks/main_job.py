@@ -16,6 +16,9 @@ the machine's speed affect both. Time to first token is the time of a request fo
 Redis is full at the start, as a cache is after its first day: each store evicts a value and reuses
 its memory. A server that grows needs fresh pages instead, which on a virtual machine cost more than
 everything else in a store.
+
+With ``compress`` the KV is bfloat16, and a third engine answers in turn, whose agent packs what it
+stores: `packed`, `packed-rush`, `packed-pool-hit`, `packed-redis-hit`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +36,17 @@ import redis
 from benchmarks.plane.client import PlaneClient
 from benchmarks.plane.values import Arena
 from benchmarks.report import ratios, rotated
-from demo.agent import AgentServer
-from demo.engine import Answer, EngineProcess
-from demo.model import CPU_SHAPE, make_model, make_prompts
+from demo.model import CPU_SHAPE, ModelShape, make_model, make_prompts
 from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.resp import RedisOptions
+from testkit.agent import AgentServer
+from testkit.engine import Answer, EngineProcess
 
 REDIS_BYTES = 6 << 30
 POOL_BYTES = 4 << 30
+HALF = ModelShape(layers=8, dtype="bfloat16", itemsize=2)
+OURS, PACKED = "cold", "packed"
 _MOST_PROMPTS = 200
 # Each takes three prompts per engine, and varies less than single prompts.
 _MOST_RUSH_ROUNDS = 5
@@ -53,6 +58,7 @@ def run(
     output_dir: Path,
     rounds: int = 5,
     prompt_tokens: int = 4097,
+    compress: bool = False,
     say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
     """Rows with medians over ``rounds`` prompts; over at most 7 for hits and 5 for rushes.
@@ -60,19 +66,31 @@ def run(
     Logs go to ``output_dir``.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    make_model(output_dir / "model", CPU_SHAPE, prompt_tokens + 64)
-    with tempfile.TemporaryDirectory() as directory, embedded_redis(REDIS_BYTES) as url:
-        endpoint, log = f"ipc://{directory}/agent.sock", output_dir / "agent.log"
-        with AgentServer(endpoint, url, log, pool_bytes=POOL_BYTES) as agent:
-            say(f"filling Redis to its limit of {REDIS_BYTES >> 30} GiB")
-            _fill(url)
-            job = _Job(output_dir, agent, prompt_tokens, rounds, say)
-            job.beside_plain()
+    shape = HALF if compress else CPU_SHAPE
+    forms = {OURS: "off", PACKED: "lossless"} if compress else {OURS: "off"}
+    make_model(output_dir / "model", shape, prompt_tokens + 64)
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        url = stack.enter_context(embedded_redis(REDIS_BYTES))
+        agents = {
+            name: stack.enter_context(
+                AgentServer(
+                    f"ipc://{directory}/{name}.sock", url, output_dir / f"agent, {name}.log",
+                    pool_bytes=POOL_BYTES // len(forms), compress=form, key_prefix=f"{name}:",
+                )
+            )
+            for name, form in forms.items()
+        }  # fmt: skip
+        say(f"filling Redis to its limit of {REDIS_BYTES >> 30} GiB")
+        _fill(url)
+        job = _Job(output_dir, shape, agents, prompt_tokens, rounds, say)
+        job.beside_plain()
+        for name, agent in agents.items():
             agent.restart()
-            job.from_redis()
-            say("loading the same bytes with the data plane alone")
-            chunk_bytes = 256 * CPU_SHAPE.kv_bytes_per_token
-            plane_s = _plane_alone(url, chunk_bytes, prompt_tokens // 256, rounds)
+            job.from_redis(name)
+        say("loading the same bytes with the data plane alone")
+        chunk_bytes = 256 * shape.kv_bytes_per_token
+        plane_s = _plane_alone(url, chunk_bytes, prompt_tokens // 256, rounds)
     return _rows(job.times, plane_s)
 
 
@@ -107,14 +125,16 @@ class _Job:
     def __init__(
         self,
         output_dir: Path,
-        agent: AgentServer,
+        shape: ModelShape,
+        agents: Mapping[str, AgentServer],
         prompt_tokens: int,
         rounds: int,
         say: Callable[[str], None],
     ) -> None:
         self.times: dict[str, list[float]] = {}
         self._output_dir = output_dir
-        self._agent = agent
+        self._shape = shape
+        self._agents = agents
         self._tokens = prompt_tokens
         self._say = say
         self._unused = make_prompts(_MOST_PROMPTS, prompt_tokens)
@@ -123,51 +143,65 @@ class _Job:
 
     def beside_plain(self) -> None:
         """Cold prompts with and without a connector; hits in vLLM's blocks and the host pool."""
-        self._say("starting an engine without a connector, and one with it")
-        with self._engine("plain", None) as plain, self._engine("cold", self._agent) as ours:
-            for engine in (plain, ours):
+        self._say("starting an engine without a connector, and with it")
+        with contextlib.ExitStack() as stack:
+            engines = {
+                name: stack.enter_context(self._engine(name)) for name in ("plain", *self._agents)
+            }
+            for engine in engines.values():
                 engine.generate([self._unused.pop()])
-            self._agent.wait_idle()
-            self._rush(plain, ours)
+            self._wait_idle()
+            self._rush(engines)
             # These come last, so that Redis does not evict them before they are loaded.
             for number, prompt in enumerate(self._measured):
                 self._say(f"cold, prompt {number + 1} of {len(self._measured)}")
                 # In turn; the first one changes with the prompt.
-                for engine in rotated((plain, ours), number):
-                    answer = self._ask("plain" if engine is plain else "cold", engine, prompt)
-                    self._agent.wait_idle()
+                for name in rotated([*engines], number):
+                    answer = self._ask(name, engines[name], prompt)
+                    self._wait_idle()
                 self._outputs.append(answer.outputs)
             for prompt in self._measured[-_MOST_HITS:]:
-                self._ask("vllm-hit", ours, prompt)
-            ours.reset_prefix_cache()
+                self._ask("vllm-hit", engines[OURS], prompt)
             self._say("hits in the host pool")
-            self._hits("pool-hit", ours)
+            for name in self._agents:
+                engines[name].reset_prefix_cache()
+            for number, hit in enumerate(self._hits()):
+                for name in rotated([*self._agents], number):
+                    self._hit(_case(name, "pool-hit"), engines[name], hit)
 
-    def from_redis(self) -> None:
+    def from_redis(self, name: str) -> None:
         """Hits of a new engine, through an agent with an empty host pool."""
         self._say("starting a new engine; the agent is new too, its host pool is empty")
-        with self._engine("warm", self._agent) as engine:
+        with self._engine(name) as engine:
             engine.generate([self._unused.pop()])
-            self._agent.wait_idle()
-            self._hits("redis-hit", engine)
+            self._wait_idle()
+            for hit in self._hits():
+                self._hit(_case(name, "redis-hit"), engine, hit)
 
-    def _rush(self, plain: EngineProcess, ours: EngineProcess) -> None:
+    def _wait_idle(self) -> None:
+        for agent in self._agents.values():
+            agent.wait_idle()
+
+    def _rush(self, engines: Mapping[str, EngineProcess]) -> None:
         self._say("cold, back to back")
         for number in range(min(len(self._measured), _MOST_RUSH_ROUNDS)):
             rush = [self._unused.pop() for _ in range(3)]
-            for engine in rotated((plain, ours), number):
-                name = "plain-rush" if engine is plain else "cold-rush"
-                seconds = [engine.generate([prompt]).seconds for prompt in rush]
-                self.times.setdefault(name, []).append(statistics.mean(seconds[1:]))
-                self._agent.wait_idle()
+            for name in rotated([*engines], number):
+                seconds = [engines[name].generate([prompt]).seconds for prompt in rush]
+                case = f"{name}-rush"
+                self.times.setdefault(case, []).append(statistics.mean(seconds[1:]))
+                self._wait_idle()
 
-    def _hits(self, case: str, engine: EngineProcess) -> None:
-        last = zip(self._measured[-_MOST_HITS:], self._outputs[-_MOST_HITS:], strict=True)
-        for prompt, expected in last:
-            answer = self._ask(case, engine, prompt)
-            cached = answer.details["cached_tokens"][0]
-            if answer.outputs != expected or cached < len(prompt) // 256 * 256:
-                raise RuntimeError(f"not a hit with the same answer: {cached} tokens were cached")
+    def _hits(self) -> list[tuple[list[int], Any]]:
+        """The last prompts, with what they were answered."""
+        return list(zip(self._measured[-_MOST_HITS:], self._outputs[-_MOST_HITS:], strict=True))
+
+    def _hit(self, case: str, engine: EngineProcess, hit: tuple[list[int], Any]) -> None:
+        prompt, expected = hit
+        answer = self._ask(case, engine, prompt)
+        cached = answer.details["cached_tokens"][0]
+        if answer.outputs != expected or cached < len(prompt) // 256 * 256:
+            raise RuntimeError(f"not a hit with the same answer: {cached} tokens were cached")
 
     def _ask(self, case: str, engine: EngineProcess, prompt: list[int]) -> Answer:
         answer = engine.generate([prompt])
@@ -175,20 +209,29 @@ class _Job:
         return answer
 
     @contextlib.contextmanager
-    def _engine(self, name: str, agent: AgentServer | None) -> Iterator[EngineProcess]:
+    def _engine(self, name: str) -> Iterator[EngineProcess]:
+        agent = self._agents.get(name)
+        # bfloat16 rounds otherwise in steps of another length: a hit computes one token.
+        whole = (self._tokens - 1) // 256 * 256
+        options = {"max_num_batched_tokens": whole} if PACKED in self._agents else {}
         with EngineProcess(
             self._output_dir / "model",
             log_path=self._output_dir / f"{name}.log",
             connector_endpoint=None if agent is None else agent.endpoint,
-            options={"dtype": CPU_SHAPE.dtype, "max_model_len": self._tokens + 64},
+            options=options | {"dtype": self._shape.dtype, "max_model_len": self._tokens + 64},
         ) as engine:
             if agent is not None:
                 agent.wait_engine()
             yield engine
 
 
+def _case(name: str, what: str) -> str:
+    return what if name == OURS else f"{name}-{what}"
+
+
 def _rows(times: dict[str, list[float]], get_s: float) -> list[dict[str, Any]]:
-    beside = {"cold": "plain", "cold-rush": "plain-rush"}
+    beside = {OURS: "plain", PACKED: "plain"}
+    beside |= {f"{name}-rush": "plain-rush" for name in beside}
     rows: list[dict[str, Any]] = []
     for case, seconds in times.items():
         reference = times.get(beside.get(case, ""))

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.engine import CHUNK_TOKENS, Engine
 from benchmarks.lookups import SMALL
 from benchmarks.servers import RedisProcess, wait_for
-from demo.agent import AgentServer
+from testkit.agent import AgentServer
 
 # The target of each case in seconds. The deadline of a lookup is 1 s.
 ASKED_S = {

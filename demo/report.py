@@ -48,6 +48,21 @@ class Result:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What engine one left in Redis, with headers aside. plain_bytes: before it was packed."""
+
+    stored_bytes: int
+    plain_bytes: int
+
+    def __str__(self) -> str:
+        smaller = 1 - self.stored_bytes / self.plain_bytes
+        return (
+            f"{self.stored_bytes / 1e6:,.0f} MB of KV: {smaller:.0%} smaller than the "
+            f"{self.plain_bytes / 1e6:,.0f} MB of the engine, without loss"
+        )
+
+
 def answer_table(results: Sequence[Result]) -> Table:
     """Questions and both answers, side by side."""
     table = Table(title="Answers", show_lines=True)
@@ -98,11 +113,12 @@ def _yes_or_no(value: bool) -> str:
     return "yes" if value else "NO"
 
 
-def write_results(directory: Path, model: str, results: Sequence[Result]) -> Path:
+def write_results(directory: Path, model: str, stored: Stored, results: Sequence[Result]) -> Path:
     """Everything measured, answers included, as JSON."""
     path = directory / RESULTS_NAME
     document = {
         "model": model,
+        **asdict(stored),
         "questions": [
             {**asdict(r), "identical": r.identical, "loaded": r.loaded} for r in results
         ],

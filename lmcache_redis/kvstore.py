@@ -89,6 +89,8 @@ class KVStore:
         namespace: Any text. Stores of one namespace share what is in it.
         memory_bytes: Also keep that much in the memory of this process, the last used first.
         device: Where tensors are placed, "cpu" or a CUDA device.
+        compress: "lossless" keeps floating-point tensors in fewer bytes, bit for bit. Any store
+            reads them. None: as the options say, or "off".
         deadline_s: Of each call, and of each step of an iteration.
 
     Raises:
@@ -102,12 +104,13 @@ class KVStore:
         *,
         memory_bytes: int = 0,
         device: str = "cpu",
+        compress: str | None = None,
         deadline_s: float = 5.0,
     ) -> None:
         self.namespace = namespace
         self._key_of("a")  # checks the namespace
         layout = hashlib.blake2b(namespace.encode(), digest_size=32, person=b"lmcr2.store").digest()
-        storages = [in_redis(redis, deadline_s=deadline_s, layout=layout)]
+        storages = [in_redis(redis, deadline_s=deadline_s, layout=layout, compress=compress)]
         if memory_bytes:
             storages.insert(0, in_memory(memory_bytes))
         self._open = functools.partial(ChunkBackend, storages, device)

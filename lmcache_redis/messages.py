@@ -103,8 +103,8 @@ Failures
   in flight, and answers no ``HELLO``. Then its socket closes.
 - The agent dies: its socket closes. The client fails every pending call, sends ``HELLO`` until an
   agent answers, and registers again.
-- An engine dies or is silent for longer than ``heartbeat_timeout_s``: the agent unpins the chunks
-  of its sessions, unmaps its memory and forgets it.
+- An engine dies or is silent for longer than ten seconds: the agent unpins the chunks of its
+  sessions, unmaps its memory and forgets it.
 """
 
 from __future__ import annotations

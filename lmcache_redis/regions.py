@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import threading
 import time
@@ -54,19 +55,22 @@ from lmcache_redis.tiers import (
     WriteOutcome,
 )
 
+logger = logging.getLogger(__name__)
+
 # Told once for each chunk of a call in order: on a thread of the plane, or before the call returns.
 Answer = Callable[[list[bool]], None]
 
 _COUNTERS = TierCounters.of(REDIS)
 _DIGEST_BYTES = 32
 _MOST_DISTRUSTED = 65_536
-
-
-_Seconds = Annotated[float, msgspec.Meta(ge=0.001, le=3600)]
+_REMOVED = {"lookup_timeout_s", "load_timeout_s", "store_timeout_s"}
 
 
 class DoorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What users may set in a door's configuration (docs/guides/doors.md); times are of a call."""
+    """What users may set in a door's configuration (docs/guides/doors.md).
+
+    timeout_s: of a load. A lookup has a tenth of it, a store three times as long.
+    """
 
     url: Annotated[str, msgspec.Meta(min_length=1)]
     username: str | None = None
@@ -80,19 +84,29 @@ class DoorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     slot_bytes: Annotated[int, msgspec.Meta(ge=4096, le=512 << 20)] = DEFAULT_SLOT_BYTES
     connections: int = 4
     network_threads: int = 1
-    lookup_timeout_s: _Seconds = 1.0
-    load_timeout_s: _Seconds = 10.0
-    store_timeout_s: _Seconds = 30.0
+    timeout_s: Annotated[float, msgspec.Meta(ge=0.01, le=3600)] = 10.0
 
     @staticmethod
     def of(given: Mapping[str, Any], known_to_host: Sequence[str] = ()) -> DoorSettings:
         """Those that the host does not read itself. Raises ConfigError, which names the setting."""
         own = {name: value for name, value in given.items() if name not in known_to_host}
+        # Of an earlier version: an engine that has them starts as before.
+        for name in _REMOVED & own.keys():
+            logger.warning("%s sets nothing any more: set timeout_s", name)
+            del own[name]
         try:
             return msgspec.convert(own, DoorSettings)
         except msgspec.ValidationError as error:
             names = ", ".join(DoorSettings.__struct_fields__)
             raise ConfigError(f"{error}; lmcache_redis has the settings {names}") from None
+
+    @property
+    def lookup_timeout_s(self) -> float:
+        return self.timeout_s / 10
+
+    @property
+    def store_timeout_s(self) -> float:
+        return self.timeout_s * 3
 
     def redis(self) -> RedisOptions:
         """The options of the plane, with the password of the environment. Raises ConfigError."""
@@ -105,8 +119,7 @@ class DoorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self.password_file,
             None if provider is None else load_provider(provider),
             _secret("LMCACHE_REDIS_SENTINEL_PASSWORD"),
-            get_connections=self.connections,
-            set_connections=self.connections,
+            connections=self.connections,
             network_threads=self.network_threads,
             ttl_s=self.ttl_s,
             seal_keys=read_seal_keys(self.seal_key_file),
@@ -232,7 +245,7 @@ class RegionStore:
 
     def load(self, chunks: Sequence[RegionChunk], done: Answer) -> None:
         """Load chunks into their views, which hold undefined bytes where a load fails."""
-        deadline = time.monotonic() + self.settings.load_timeout_s
+        deadline = time.monotonic() + self.settings.timeout_s
         answer = _Answers([_job(chunk, deadline) for chunk in chunks], done)
         self._plane.load_all(answer.open, lambda job, how: answer.ended(job, self._read(job, how)))
 

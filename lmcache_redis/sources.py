@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,14 @@ _Config = TypeVar("_Config")
 _COMMENT = re.compile(r"(^|\s)#.*")
 # Named by Kubernetes after services, not by users: LMCACHE_REDIS_METRICS_PORT_9464_TCP.
 _OF_A_SERVICE = re.compile(r"_(SERVICE_|PORT($|_))")
+# Settings of earlier versions, and what to set instead; nothing where one became a constant.
+_REMOVED = {
+    **dict.fromkeys(("get_connections", "set_connections"), "connections"),
+    **dict.fromkeys(("session_timeout_s", "heartbeat_timeout_s", "device", "record_size"), ""),
+    **dict.fromkeys(("threads", "request_timeout_s"), ""),
+    "max_payload_bytes": "buffer_bytes",
+    "max_connections_per_peer": "max_connections",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,9 @@ def _file(path: str, known: Mapping[str, Setting]) -> Iterator[tuple[str, Any, s
     seen = set()
     for option, value, where in (_toml if path.endswith(".toml") else _lines)(text, path):
         if option not in options:
-            raise ConfigError(f"{where}: there is no setting {option!r}{meant(option, options)}")
+            instead = removed(option.replace("-", "_"), lambda name: option_name(name)[2:])
+            why = instead or meant(option, options)
+            raise ConfigError(f"{where}: there is no setting {option!r}{why}")
         if option in seen:
             raise ConfigError(f"{where}: {option} is set twice")
         seen.add(option)
@@ -140,6 +150,17 @@ def meant(word: str, words: Iterable[str]) -> str:
     return f": did you mean {close[0]}?" if close else ""
 
 
+def removed(name: str, written: Callable[[str], str]) -> str:
+    """`` any more`` and what to do, if an earlier version had this setting.
+
+    written: how the place that sets it names another one.
+    """
+    if name not in _REMOVED:
+        return ""
+    instead = _REMOVED[name]
+    return f" any more: set {written(instead)}" if instead else " any more: remove it"
+
+
 def misspelt_variables(*configs: type[Any]) -> list[str]:
     """Warnings about unknown variables LMCACHE_REDIS_* of the environment."""
     known = {each.variable for config in configs for each in settings_of(config).values()}
@@ -148,6 +169,9 @@ def misspelt_variables(*configs: type[Any]) -> list[str]:
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in known and not _OF_A_SERVICE.search(name):
             word = name.removeprefix(PREFIX).removeprefix("REDIS_")
+            if gone := removed(word.lower(), lambda setting: PREFIX + setting.upper()):
+                said.append(f"{name} sets nothing{gone}")
+                continue
             close = difflib.get_close_matches(word, words, n=1, cutoff=0.75)
             said += [f"{name} sets nothing: did you mean {words[each]}?" for each in close]
     return said

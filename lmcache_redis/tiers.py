@@ -148,8 +148,9 @@ class ChunkIO:
     contiguous memoryview for each stripe, of exactly its payload's size, writable for a read; they
     belong to the tier from the call until `done`. deadline: of the owner's clock. tag: for
     the caller's use. is_asked_for: a load is a use of the chunk, so its TTL may start again.
-    stored_bytes: of a write that is STORED, what the tier keeps of the payload in fewer bytes; 0:
-    all of it. Compared and hashed by identity.
+    tenant: 8 bytes of a digest of who stores it, or empty. stored_bytes: of a write that is STORED,
+    what the tier keeps of the payload in fewer bytes; 0: all of it. Compared and hashed by
+    identity.
     """
 
     key: bytes
@@ -158,6 +159,7 @@ class ChunkIO:
     deadline: float
     tag: object = None
     is_asked_for: bool = True
+    tenant: bytes = b""
     stored_bytes: int = 0
 
     def check(self, writable: bool) -> None:
@@ -415,6 +417,9 @@ class TierCounters:
 
 class Account(Protocol):
     """What tenants have in a tier. Called on the owner's thread. tenant: empty: nobody."""
+
+    def digest(self, tenant: str) -> bytes:
+        """8 bytes that say in the values of a chunk who has stored it; empty: nobody."""
 
     def admits(self, tenant: str) -> bool:
         """Whether chunks of the tenant are written. Cheap: called for every chunk."""

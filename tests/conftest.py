@@ -7,7 +7,7 @@
     engine    starts a real vLLM
     matrix    does so for every vLLM version, model and server: scripts/test --matrix
 
-    long       beside `engine`: each night, and before a release: scripts/test --long
+    long       beside one of these: each night, and before a release: scripts/test --long
     cuda_stub  beside one of these: over the driver of the tests (`tests/cuda_driver`)
 
 A test without these marks that uses no server fixture is a unit test, and fails if it starts a
@@ -61,7 +61,7 @@ _FIRST_HALF = tuple(
     f"tests/{name}"
     for name in (
         "demo/",
-        "integrations/test_a",
+        "integrations/test_e",
         "integrations/test_s",
     )
 )

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from demo import engine
+from testkit import engine
 from tests.asynchronous import schedule_asynchronously
 
 _IMPORT_TIMEOUT_S = 240.0

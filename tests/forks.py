@@ -36,6 +36,8 @@ class Forked:
 
     errors: where standard error goes; to ``log`` as well where None. environment: that of this
     process where None. program: a module whose ``main`` gets the words, and returns a status.
+    constants: by their whole names, ``lmcache_redis.agent.service.HEARTBEAT_TIMEOUT_S``, values
+    that it has instead.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Forked:
         errors: Path | None = None,
         environment: Mapping[str, str] | None = None,
         program: str = "",
+        constants: Mapping[str, object] | None = None,
     ) -> None:
         environment = dict(os.environ if environment is None else environment)
         if starting.applies():
@@ -55,7 +58,9 @@ class Forked:
         os.environ.update(environment)
         try:
             self._process = _context.Process(
-                target=_run, args=([*words], environment, log, errors or log, program), daemon=True
+                target=_run,
+                args=([*words], environment, log, errors or log, program, dict(constants or {})),
+                daemon=True,
             )
             self._process.start()
         finally:
@@ -117,7 +122,12 @@ def run(
 
 
 def _run(
-    words: list[str], environment: Mapping[str, str], log: Path, errors: Path, program: str
+    words: list[str],
+    environment: Mapping[str, str],
+    log: Path,
+    errors: Path,
+    program: str,
+    constants: Mapping[str, object],
 ) -> None:
     # Under nohup the tests ignore it, and so would the agent.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -127,6 +137,11 @@ def _run(
         target = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(target, number)
         os.close(target)
+    for path, value in constants.items():
+        module, _, name = path.rpartition(".")
+        owner = importlib.import_module(module)
+        assert hasattr(owner, name), path
+        setattr(owner, name, value)
     if program:
         sys.exit(importlib.import_module(program).main(words))
     if "CUDA_STUB_CONTROL" in environment:

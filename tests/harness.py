@@ -8,15 +8,15 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from demo import agent
 from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import RetrieveTransfer, TransferOp, WorkerClient
+from testkit import agent
 from tests.forks import Forked
 from tests.servers import wait_until as wait_until
 
@@ -29,9 +29,19 @@ _Self = TypeVar("_Self", bound="AgentServer")
 
 
 class AgentServer(agent.AgentServer):
-    """One `lmcache-redis agent` with a small host pool. Killed on exit, whatever its state."""
+    """One `lmcache-redis agent` with a small host pool. Killed on exit, whatever its state.
 
-    def __init__(self, directory: Path, redis_url: str | None, **options: Any) -> None:
+    constants: of its modules, see `Forked`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        redis_url: str | None,
+        constants: Mapping[str, object] | None = None,
+        **options: Any,
+    ) -> None:
+        self._constants = constants
         directory.mkdir(parents=True, exist_ok=True)
         directory.chmod(0o700)
         small = {"pool_bytes": 64 << 20, "slot_bytes": 64 << 10, "chunk_size_tokens": 64}
@@ -41,7 +51,7 @@ class AgentServer(agent.AgentServer):
         super().__init__(endpoint, redis_url, log_path, **small | options)
 
     def _spawn(self, words: Sequence[str]) -> Any:
-        return Forked(words, self.log_path)
+        return Forked(words, self.log_path, constants=self._constants)
 
     def start(self: _Self) -> _Self:
         """Also waits until it has read the files of its disk: before, none is found."""

@@ -79,12 +79,6 @@ def test_the_defaults_are_possible_and_leave_room() -> None:
     assert config.slot_bytes + 512 < MIB
 
 
-def test_a_config_never_changes() -> None:
-    config = AgentConfig()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.pool_bytes = 1  # type: ignore[misc]
-
-
 def test_a_config_never_shows_a_password() -> None:
     config = AgentConfig(redis_url="redis://user:in-the-url@cache", redis_password="in-the-field")
     assert "in-the-url" not in repr(config)
@@ -107,13 +101,10 @@ def test_a_config_never_shows_a_password() -> None:
         ("lookup_deadline_s", float("nan")),
         ("op_timeout_s", float("inf")),
         ("op_timeout_s", -1.0),
-        ("session_timeout_s", 0.5),
-        ("heartbeat_timeout_s", 0),
         ("shutdown_deadline_s", -1),
-        ("get_connections", 0),
-        ("set_connections", 65),
+        ("connections", 0),
+        ("connections", 65),
         ("copy_threads", 0),
-        ("device", "tpu"),
         ("log_level", "loud"),
     ],
 )
@@ -127,21 +118,14 @@ def test_impossible_values_are_refused_by_name(name: str, value: Any) -> None:
     assert "set it to between" in said or "choose one of" in said
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"pool_bytes": 10}, "--pool-bytes is 10: set it to between 8KiB and 1PiB"),
+def test_bounds_are_shown_as_they_can_be_written() -> None:
+    for given, said in (
         ({"slot_bytes": 1 << 30}, "--slot-bytes is 1GiB: set it to between 4KiB and 512MiB"),
-        ({"disk_size": 1}, "--disk-size is 1: set it to between 1MiB and 1EiB"),
-        ({"chunk_size_tokens": 0}, "--chunk-size-tokens is 0: set it to between 1 and 1048576"),
         ({"op_timeout_s": 0}, "--op-timeout-s is 0: set it to between 0.01 and 600"),
         ({"ttl_s": -1}, "--ttl-s is -1: set it to between 0 and 316224000"),
-    ],
-)
-def test_bounds_are_shown_as_they_can_be_written(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        AgentConfig(**settings)
-    assert str(caught.value) == said
+    ):
+        with pytest.raises(ConfigError, match=f"^{said}$"):
+            AgentConfig(**given)
 
 
 def test_a_host_pool_has_room_for_a_slot() -> None:
@@ -153,12 +137,6 @@ def test_a_host_pool_has_room_for_a_slot() -> None:
         with pytest.raises(ConfigError, match=f"^{says}.*hold a slot, and 4KiB more$"):
             AgentConfig(pool_bytes=pool, slot_bytes=slot)
     AgentConfig(pool_bytes=MIB + 4096, slot_bytes=MIB)
-
-
-def test_an_endpoint_is_a_socket_of_this_machine() -> None:
-    endpoint = "ipc:///run/x/agent.sock"
-    assert AgentConfig(endpoint=endpoint).endpoint == endpoint
-    assert ClientConfig(endpoint=endpoint).endpoint == endpoint
 
 
 @pytest.mark.parametrize(
@@ -178,14 +156,10 @@ def test_an_endpoint_is_a_socket_of_this_machine() -> None:
 )
 def test_other_endpoints_are_refused(endpoint: str) -> None:
     for config in (AgentConfig, ClientConfig):
-        with pytest.raises(ConfigError, match="endpoint"):
+        with pytest.raises(ConfigError, match="endpoint") as refused:
             config(endpoint=endpoint)
-
-
-def test_tcp_is_refused_with_what_to_write_instead() -> None:
-    for config in (AgentConfig, ClientConfig):
-        with pytest.raises(ConfigError, match=r"any user of the machine.*write ipc://PATH"):
-            config(endpoint="tcp://127.0.0.1:7000")
+        if endpoint.startswith("tcp:"):
+            assert re.search("any user of the machine.*write ipc://PATH", str(refused.value))
 
 
 @pytest.mark.parametrize("session", [{}, {"XDG_RUNTIME_DIR": "/x", "TMPDIR": "/y", "HOME": "/z"}])
@@ -241,7 +215,9 @@ def test_the_endpoints_variable_holds_for_agent_and_engine(
 ) -> None:
     monkeypatch.setenv(ENDPOINT_VARIABLE, "ipc:///run/x/agent.sock")
     assert AgentConfig().endpoint == ClientConfig().endpoint == "ipc:///run/x/agent.sock"
-    assert ClientConfig.from_extra_config({"endpoint": "ipc:///y/z"}).endpoint == "ipc:///y/z"
+    assert ClientConfig.from_extra_config({}).endpoint == "ipc:///run/x/agent.sock"
+    config = ClientConfig.from_extra_config({"endpoint": "ipc:///y/z", "agent_dead_after_s": 3})
+    assert (config.endpoint, config.agent_dead_after_s) == ("ipc:///y/z", 3)
 
 
 def test_the_endpoints_directory_is_made_private(tmp_path: Path) -> None:
@@ -297,17 +273,6 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="choose another --endpoint"):
         ensure_private(tmp_path / "file" / "below")
-
-
-def test_an_engine_needs_to_say_nothing() -> None:
-    assert ClientConfig.from_extra_config({}).endpoint == default_endpoint()
-
-
-def test_an_engines_settings_are_taken() -> None:
-    extra = {"endpoint": "ipc:///run/x/agent.sock", "agent_dead_after_s": 3}
-    config = ClientConfig.from_extra_config(extra)
-    assert config.endpoint == "ipc:///run/x/agent.sock"
-    assert config.agent_dead_after_s == 3
 
 
 def test_unknown_settings_of_an_engine_are_refused() -> None:
@@ -377,17 +342,6 @@ def test_the_page_of_settings_has_them_all(of: str, config: type[Any]) -> None:
     )
 
 
-def test_the_list_has_every_setting_once() -> None:
-    lines = markdown_list(AgentConfig).splitlines()
-    assert len(lines) == len(dataclasses.fields(AgentConfig))
-    assert all(line.startswith("- `") for line in lines)
-    text = "\n".join(lines)
-    assert "`--pool-bytes`" in text
-    # A password on a command line can be read by everybody on the machine.
-    assert "`--redis-password`" not in text
-    assert "`LMCACHE_REDIS_PASSWORD`" in text
-
-
 def test_documents_are_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [(markdown_list(c), json_schema(c)) for c in (AgentConfig, GatewayConfig)]
     monkeypatch.setattr("os.sysconf", lambda name: 1 << 15)
@@ -396,46 +350,18 @@ def test_documents_are_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch
     assert [(markdown_list(c), json_schema(c)) for c in (AgentConfig, GatewayConfig)] == before
 
 
-def accepts(schema: dict[str, Any], value: Any) -> bool:
-    """Whether a value of one setting has this schema: what `Setting.schema` uses of draft 7."""
-    if "enum" in schema:
-        return value in schema["enum"]
-    kinds = {"string": str, "integer": int, "number": (int, float), "boolean": bool}
-    names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    if isinstance(value, bool) and "boolean" not in names:
-        return False
-    if not any(isinstance(value, kinds[name]) for name in names):
-        return False
-    if isinstance(value, str):
-        return re.search(schema.get("pattern", ""), value) is not None
-    return bool(schema.get("minimum", value) <= value <= schema.get("maximum", value))
-
-
-@pytest.mark.parametrize(
-    ("name", "good", "bad"),
-    [
-        ("pool-bytes", ["64GiB", "1.5 G", 1 << 30], ["64 potatoes", 10, True, 1 << 51]),
-        ("ttl-s", [0, 3600], [-1, "60", 1.5, 1 << 60]),
-        ("op-timeout-s", [2, 0.5], [0, "2", 601]),
-        ("ttl-refresh", [True, False], ["true", 1]),
-        ("log-level", ["info"], ["loud", 1]),
-        ("disk-path", ["/var"], [1]),
-    ],
-)
-def test_the_schema_accepts_what_a_file_may_say(name: str, good: list[Any], bad: list[Any]) -> None:
-    schema = json_schema(AgentConfig)["properties"]
-    assert [value for value in good if not accepts(schema[name], value)] == []
-    assert [value for value in bad if accepts(schema[name], value)] == []
-
-
 def test_the_schema_has_every_setting_and_no_secret() -> None:
     schema = json_schema(AgentConfig)
     names = {each.option[2:] for each in settings_of(AgentConfig).values() if not each.secret}
     assert set(schema["properties"]) == names
     assert "redis-password" not in names
+    # A password on a command line can be read by everybody on the machine.
+    text = markdown_list(AgentConfig)
+    assert "`--redis-password`" not in text
+    assert "`LMCACHE_REDIS_PASSWORD`" in text
     assert schema["additionalProperties"] is False
     reloadable = {n for n, each in schema["properties"].items() if each.get("x-reloadable")}
-    assert {"log-level", "session-timeout-s"} <= reloadable < names
+    assert {"log-level", "disk-size"} <= reloadable < names
 
 
 def test_a_variable_that_ends_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,7 @@ def test_the_package_imports_nothing_that_is_not_in_the_wheel() -> None:
         str(each)
         for m in modules()
         for each in m.imports
-        if each.is_of("benchmarks", "demo", "tests")
+        if each.is_of("benchmarks", "demo", "testkit", "tests")
     ]
 
 

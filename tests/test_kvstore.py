@@ -52,6 +52,43 @@ def test_a_tensor_comes_back_as_it_was(store: KVStore) -> None:
     assert (store.stats.hits, store.stats.misses, store.stats.stored) == (1, 1, 2)
 
 
+@pytest.mark.parametrize("as_options", [False, True], ids=["url", "options"])
+def test_what_one_packs_the_other_reads_and_back(server: RedisServer, as_options: bool) -> None:
+    redis, named = server.url, {"compress": "lossless"}
+    tensors = {
+        str(dtype): torch.randn(1 << 18).to(dtype)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e5m2)
+    }
+    others = {"int64": torch.arange(1 << 16), "few": torch.rand(3), "empty": torch.rand(2, 1)}
+    packing = (
+        KVStore(RedisOptions(redis, **named), "packs")
+        if as_options
+        else KVStore(redis, "packs", **named)
+    )
+    with packing, KVStore(redis, "packs") as plain, server.client() as client:
+        for writer, reader in ((packing, plain), (plain, packing)):
+            assert writer.put_many(tensors | others) == len(tensors) + len(others)
+            assert writer.put_bytes("bytes", tensors["torch.bfloat16"].view(torch.uint8).numpy())
+            stored = sum(client.strlen(key) for key in client.scan_iter(count=1000))
+            plain_bytes = sum(each.nbytes for each in (*tensors.values(), *others.values()))
+            plain_bytes += tensors["torch.bfloat16"].nbytes + client.dbsize() * 640
+            assert (stored < 0.9 * plain_bytes) if writer is packing else stored == plain_bytes
+            for name, tensor in (tensors | others).items():
+                for each in (reader, writer):
+                    found = each.get(name)
+                    assert found is not None
+                    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+                    assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+            into = bytearray(tensors["torch.bfloat16"].nbytes)
+            assert reader.get_into("torch.bfloat16", into) == len(into)
+            assert into == tensors["torch.bfloat16"].view(torch.uint8).numpy().tobytes()
+            assert reader.get_bytes("bytes") == into
+        with KVStore(RedisOptions(redis, **named), "packs", compress="off") as store:
+            assert store.put("torch.float32", tensors["torch.float32"])
+    with pytest.raises(ConfigError, match="choose one of off, lossless"):
+        KVStore(redis, compress="zstd")
+
+
 def test_what_others_store_after_a_failure_stays(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from lmcache_redis import native
 from lmcache_redis.chunks.frame import HEADER_BYTES
-from lmcache_redis.resp.bulk import MOST_TASKS, End
+from lmcache_redis.resp.bulk import End
 
 # In place of a SET that was sent.
 SENT = (b"", bytearray(HEADER_BYTES), memoryview(b""), b"")
@@ -49,23 +49,15 @@ def test_the_checksum_is_xxh3(data: bytes, step: int) -> None:
 
 
 @pytest.mark.usefixtures("vectors")
-@pytest.mark.parametrize("nbytes", [241, 1023, 1024, 1025, 2048, 2049, 65_536, 1_048_577])
-def test_the_checksum_at_the_ends_of_blocks(nbytes: int) -> None:
+def test_the_checksum_at_the_ends_of_blocks() -> None:
     assert native.moves is not None
-    data = os.urandom(nbytes)
-    for step in (0, 1000, 1024, 4096):
-        assert native.moves.xxh3_64(data, step) == xxh3_64_intdigest(data)
-
-
-def test_no_other_vectors() -> None:
-    assert native.moves is not None
-    assert not native.moves.use_vectors("avx1024")
-
-
-def test_short_data_have_another_checksum() -> None:
-    assert native.moves is not None
-    with pytest.raises(ValueError, match="240"):
+    for nbytes in (241, 1023, 1024, 1025, 2048, 2049, 65_536, 1_048_577):
+        data = os.urandom(nbytes)
+        for step in (0, 1000, 1024, 4096):
+            assert native.moves.xxh3_64(data, step) == xxh3_64_intdigest(data)
+    with pytest.raises(ValueError, match="240"):  # short data have another checksum
         native.moves.xxh3_64(bytes(240))
+    assert not native.moves.use_vectors("avx1024")
 
 
 # ----------------------------------------------------------- bounds, buffers
@@ -158,11 +150,6 @@ def test_others_run_meanwhile() -> None:
         thread.join()
         answer.join()
     assert ran
-
-
-def test_most_tasks_fit() -> None:
-    """What a worker hands over at most: a task on each of 64 lanes, and as many as it begins."""
-    assert 64 + MOST_TASKS <= 256
 
 
 @pytest.mark.servers

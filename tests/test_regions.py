@@ -242,7 +242,7 @@ def test_views_of_another_size_are_refused(store: RegionStore, settings: DoorSet
         ({}, "url"),
         ({"url": "redis://h", "host": "x"}, "host"),
         ({"url": 5}, "url"),
-        ({"url": "redis://h", "load_timeout_s": 0}, "load_timeout_s"),
+        ({"url": "redis://h", "timeout_s": 0}, "timeout_s"),
         ({"url": "redis://h", "slot_bytes": 1}, "slot_bytes"),
         ({"url": "redis://h", "compress": "zstd"}, "compress"),
     ],
@@ -250,6 +250,21 @@ def test_views_of_another_size_are_refused(store: RegionStore, settings: DoorSet
 def test_a_wrong_setting_is_named(given: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         DoorSettings.of(given)
+
+
+@pytest.mark.unit
+def test_times_of_an_earlier_version_stop_no_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = {"url": "redis://h", "load_timeout_s": 60.0, "lookup_timeout_s": 0}
+    settings = DoorSettings.of(given)
+    assert settings == DoorSettings(url="redis://h")
+    assert sorted(caplog.messages) == [
+        f"{name} sets nothing any more: set timeout_s"
+        for name in ("load_timeout_s", "lookup_timeout_s")
+    ]
+    times = (settings.lookup_timeout_s, settings.timeout_s, settings.store_timeout_s)
+    assert times == (1.0, 10.0, 30.0)
 
 
 @pytest.mark.unit

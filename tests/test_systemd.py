@@ -132,27 +132,6 @@ def unit() -> configparser.ConfigParser:
     return parser
 
 
-def test_the_unit_is_what_the_agent_needs() -> None:
-    service = unit()["Service"]
-    assert service["Type"] == "notify"
-    assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
-    assert service["KillSignal"] == "SIGTERM"
-    assert service["LimitMEMLOCK"] == "infinity"
-    # /dev/shm, /proc/<pid> of engines, and CUDA: what would keep the agent from them is off.
-    for name in ("PrivateDevices", "PrivateIPC", "PrivateUsers", "PrivateNetwork"):
-        assert service.get(name, "no") == "no"
-    assert service.get("ProtectProc", "default") == "default"
-    assert service.get("DynamicUser", "no") == "no", "engines run as the same user"
-    assert "MemoryDenyWriteExecute" not in service, "Triton and CUDA map code"
-    assert service["ProtectSystem"] == "strict"
-    assert service["NoNewPrivileges"] == "yes"
-    # Busy addresses and lost GPUs come right; wrong settings (2) do not.
-    assert service["Restart"] == "on-failure"
-    assert unit()["Unit"]["StartLimitIntervalSec"] == "0"
-    assert service["RestartPreventExitStatus"] == "2"
-    assert "AF_UNIX" in service["RestrictAddressFamilies"]
-
-
 def test_the_unit_starts_the_agent_with_its_file() -> None:
     service = unit()["Service"]
     words = service["ExecStart"].split()

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 WAIT_S = 240
 STABLE_ABI = sys.version_info >= (3, 11)
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.long]
 
 
 def run(*words: object, env: dict[str, str] | None = None, **more: object) -> str:
@@ -44,7 +44,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = built / "source"
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.ptx")
     shutil.copytree(ROOT / PACKAGE, source / PACKAGE, ignore=ignored)
-    for name in ("benchmarks", "demo", "deploy"):
+    for name in ("benchmarks", "demo", "deploy", "testkit"):
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)

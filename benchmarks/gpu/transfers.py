@@ -30,8 +30,8 @@ from benchmarks.gpu.rows import (
 from benchmarks.gpu.timing import wait_for_all
 from benchmarks.report import percentile
 from benchmarks.servers import own_server
-from demo.agent import AgentServer
 from lmcache_redis.errors import ConfigError
+from testkit.agent import AgentServer
 
 if TYPE_CHECKING:
     import torch

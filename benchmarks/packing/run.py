@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.packing.texts import texts
+from benchmarks.plots import COLOURS, draw
 from benchmarks.report import ratios
 from demo.weights import find_smollm2
 from lmcache_redis import native
@@ -147,6 +148,22 @@ def layer_rows(by_text: Caches, dtype: str) -> list[dict[str, Any]]:
         }
         for layer in range(len(next(iter(by_text.values()))))
     ]
+
+
+def plot(rows: Sequence[dict[str, Any]], dtype: str, path: Path) -> Path:
+    """Ratios by layer, of K and of V; rows: those of `layer_rows`."""
+
+    def panels(axes: Any) -> None:
+        for panel, which in zip(axes, "KV", strict=True):
+            texts_of = [name for name in rows[0] if name.endswith(f" {which}")]
+            for name, colour in zip(texts_of, COLOURS, strict=False):
+                values = [row[name] for row in rows]
+                panel.plot(values, marker="o", color=colour, label=name.removesuffix(f" {which}"))
+            panel.set_title(which)
+            panel.set_xlabel("layer")
+            panel.set_ylabel("plain bytes of one stored byte")
+
+    return draw(path, f"SmolLM2-135M's KV in {dtype}, packed", 1, 2, panels)
 
 
 def speed_rows(caches: dict[str, Caches], rounds: int, moved_mib: int) -> list[dict[str, Any]]:

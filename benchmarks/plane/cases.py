@@ -137,7 +137,7 @@ class Bench:
         if client == CEILING or not self._limits:
             return
         # The server needs room for the values that it receives concurrently.
-        room_bytes = setting.set_connections * batch.value_bytes * 5 // 4 + 16 * MIB
+        room_bytes = setting.connections * batch.value_bytes * 5 // 4 + 16 * MIB
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(self._server.full(room_bytes))

@@ -54,7 +54,7 @@ class BareSocket(Client):
         )
         assert self._sink.stdout is not None
         port = int(self._sink.stdout.readline())
-        count = setting.get_connections
+        count = setting.connections
         self._sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
         for connection in self._sockets:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

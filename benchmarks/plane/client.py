@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from benchmarks.plane.values import Values
-from lmcache_redis.chunks.frame import FINGERPRINT_BYTES, ChunkFrame, stripe_payload_bytes
+from lmcache_redis.chunks.cutting import stripe_payload_bytes
+from lmcache_redis.chunks.frame import FINGERPRINT_BYTES, ChunkFrame
 from lmcache_redis.chunks.keys import NAMESPACE_BYTES
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import key_stem

@@ -32,8 +32,7 @@ class OurClient(PlaneClient, ScanningClient):
     def __init__(self, url: str, setting: Setting) -> None:
         options = RedisOptions(
             url,
-            get_connections=setting.get_connections,
-            set_connections=setting.set_connections,
+            connections=setting.connections,
             network_threads=setting.threads,
             op_timeout_s=_OP_TIMEOUT_S,
             seal_keys=SealKeys([os.urandom(32)]) if setting.sealed else None,
@@ -122,7 +121,7 @@ class GlideClient(Client):
             request_timeout=int(_TIMEOUT_S * 1e3),
             protocol=glide_sync.ProtocolVersion.RESP2,
         )
-        count = setting.get_connections
+        count = setting.connections
         self._clients = [glide_sync.GlideClient.create(configuration) for _ in range(count)]
         self._threads = Threads(count)
         self._values: list[tuple[str, memoryview]] = []
@@ -164,7 +163,7 @@ class LMCacheClient(ScanningClient):
         self._client = _load_lmcache().LMCacheRedisClient(
             address.get("host", "127.0.0.1"),
             address.get("port", 6379),
-            setting.get_connections,
+            setting.connections,
             address.get("username", ""),
             address.get("password", ""),
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests to a `worker` and its answers (`demo.child`).
+"""The requests to a `worker` and its answers (`testkit.child`).
 
 One `Measured` answers each request. A worker whose client fails ends with a traceback on stderr.
 """
@@ -9,9 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from lmcache_redis.config import (
-    DEFAULT_GET_CONNECTIONS,
+    DEFAULT_CONNECTIONS,
     DEFAULT_NETWORK_THREADS,
-    DEFAULT_SET_CONNECTIONS,
     DEFAULT_SLOT_BYTES,
 )
 
@@ -21,14 +20,13 @@ MIB = 1 << 20
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One way to run a client; without arguments, our client's defaults.
 
-    get_connections, set_connections: for a peer, its connections or threads. slot_bytes,
-    threads, checksums, sealed: of our client only; without checksums it does not verify what it
-    loads, and sealed values are encrypted with a key of this run.
+    connections: of our client for loads, and as many for stores; of a peer its connections or
+    threads. slot_bytes, threads, checksums, sealed: of our client only; without checksums it does
+    not verify what it loads, and sealed values are encrypted with a key of this run.
     how: the variant of a peer that has several.
     """
 
-    get_connections: int = DEFAULT_GET_CONNECTIONS
-    set_connections: int = DEFAULT_SET_CONNECTIONS
+    connections: int = DEFAULT_CONNECTIONS
     threads: int = DEFAULT_NETWORK_THREADS
     slot_bytes: int = DEFAULT_SLOT_BYTES
     checksums: bool = True

@@ -81,11 +81,11 @@ def settings_of(peer: str, connections: Sequence[int]) -> list[Setting]:
     """The settings of a peer, of which the best counts. connections: the numbers to try."""
     if peer == REDIS_PY:
         # One thread: its parsing holds the GIL.
-        return [Setting(1, 1, how=how) for how in ("pipelined", "one by one")]
+        return [Setting(1, how=how) for how in ("pipelined", "one by one")]
     if peer == CEILING:
-        sockets = [Setting(n, n, how="socket") for n in connections if n <= 4]
-        return [*sockets, Setting(1, 1, how="memcpy")]
-    return [Setting(n, n) for n in connections]
+        sockets = [Setting(n, how="socket") for n in connections if n <= 4]
+        return [*sockets, Setting(1, how="memcpy")]
+    return [Setting(n) for n in connections]
 
 
 def why_left_out(peer: str, url: str) -> str | None:

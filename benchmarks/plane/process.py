@@ -6,8 +6,8 @@ from __future__ import annotations
 import tempfile
 
 from benchmarks.plane.messages import Measured, Request
-from demo.child import Child
 from lmcache_redis.errors import LMCacheRedisError
+from testkit.child import Child
 
 _ANSWER_WITHIN_S = 60.0
 

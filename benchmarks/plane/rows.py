@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.plane.messages import MIB, Measured, Setting
 from benchmarks.plane.peers import OURS
-from lmcache_redis.chunks.frame import stripe_payload_bytes
+from lmcache_redis.chunks.cutting import stripe_payload_bytes
 
 MOVES = ("first-store", "overwrite", "steady", "load")
 SCAN = "scan"
@@ -80,7 +80,7 @@ def _row(case: Case, samples: list[Measured]) -> Row:
     cpu_s = statistics.median(sample.cpu_s for sample in samples)
     gigabytes = case.value_bytes * case.items / 1e9
     stripe_bytes = case.value_bytes
-    connections = setting.get_connections if case.op == "load" else setting.set_connections
+    connections = setting.connections
     if ours:
         stripe_bytes = stripe_payload_bytes(case.value_bytes, setting.slot_bytes)
         connections = connections if moved else 1  # scans use the control connection

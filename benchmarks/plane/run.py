@@ -34,24 +34,22 @@ from benchmarks.servers import own_server
 
 def settings_of_ours(
     connections: Sequence[int],
-    gets: Sequence[int] = (),
-    sets: Sequence[int] = (),
+    own: Sequence[int] = (),
     threads: Sequence[int] = (),
     slot_bytes: Sequence[int] = (),
     sealed: bool = False,
 ) -> list[Setting]:
     """Every combination of the values given; if none is, the defaults and each of ``connections``.
 
-    The latter with checksums, then without. sealed: instead of the latter, each combination, or the
-    defaults, followed by the same with sealed values.
+    The latter with checksums, then without. own: connections, instead. sealed: instead of the
+    latter, each combination, or the defaults, followed by the same with sealed values.
     """
     default = Setting()
-    if not sealed and not (gets or sets or threads or slot_bytes):
-        with_checksums = list(dict.fromkeys([default, *(Setting(n, n) for n in connections)]))
+    if not sealed and not (own or threads or slot_bytes):
+        with_checksums = list(dict.fromkeys([default, *(Setting(n) for n in connections)]))
         return [*with_checksums, *(replaced(s, checksums=False) for s in with_checksums)]
     values = product(
-        gets or (default.get_connections,),
-        sets or (default.set_connections,),
+        own or (default.connections,),
         threads or (default.threads,),
         slot_bytes or (default.slot_bytes,),
     )

@@ -8,7 +8,7 @@ import mmap
 
 import numpy as np
 
-from lmcache_redis.chunks.frame import stripe_payload_bytes
+from lmcache_redis.chunks.cutting import stripe_payload_bytes
 from lmcache_redis.errors import RedisUnavailable
 
 PAGE_BYTES = 4096

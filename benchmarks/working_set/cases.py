@@ -14,7 +14,7 @@ import redis
 
 from benchmarks.lmcache_mp import running_lmcache
 from benchmarks.servers import RedisProcess, cpu_s
-from demo.agent import AgentServer
+from testkit.agent import AgentServer
 
 _COUNTED = ("lookup", "hit_", "miss_", "drop_")
 

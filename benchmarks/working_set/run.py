@@ -17,9 +17,9 @@ from benchmarks.working_set.cases import CASES, Case, Stack, running
 from benchmarks.working_set.plot import write_plot
 from benchmarks.working_set.rows import COLUMNS, Samples
 from benchmarks.working_set.workload import SCENARIOS, Prompts, Scenario, scenario_of
-from demo.engine import Answer, EngineProcess
 from demo.model import CPU_SHAPE, make_model
 from lmcache_redis.errors import LMCacheRedisError
+from testkit.engine import Answer, EngineProcess
 
 _BLOCK_TOKENS = 32
 # A small pool also drops chunks of a request that comes alone.

@@ -4,6 +4,7 @@
 server      redis-py's clients of the servers that a URL names, and a sentence for each error
 names       keys, layouts, sizes and ages as text
 stripes     which chunks a server holds, by SCAN, and what their stripes are, by headers
+forms       how large chunks are, plain and as they are stored, by a sample of each form
 inspect     explains one key, or summarises the cache by model and layout
 purge       selects chunks and removes them
 facts       reads the settings and the state of a server

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lmcache_redis.admin.facts import Facts, Need, gather
+from lmcache_redis.admin.forms import Sample, payload_of, samples_of
 from lmcache_redis.admin.node import NodeFacts, judge_node, look
 from lmcache_redis.admin.rights import (
     Rights,
@@ -37,13 +38,14 @@ from lmcache_redis.admin.server import (
     open_server,
 )
 from lmcache_redis.admin.sizes.sizing import SizeOptions, stored_part
-from lmcache_redis.admin.stripes import SeenChunk, headers_of, payload_of, read_idle, survey
+from lmcache_redis.admin.stripes import SeenChunk, read_idle, survey
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader
 from lmcache_redis.chunks.metadata import MemoryFormat
 from lmcache_redis.chunks.names import Reach
-from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
+from lmcache_redis.config import DEFAULT_CONNECTIONS, DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisError, RedisNotAllowed, RedisProtocolError, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
+from lmcache_redis.resp.codecs import elements_of, pack
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.wire import (
     CRLF,
@@ -126,7 +128,7 @@ def diagnose(
 
     report: the STATUS of this node's agent. Raises RedisError if a server cannot be reached.
     """
-    need, headers, oldest_idle_s = sample(server, prefix, need, report or {})
+    need, stored, oldest_idle_s = sample(server, prefix, need, report or {})
     pool = None if report is None else report["pool"]
     facts = []
     for node in server.nodes:
@@ -148,7 +150,10 @@ def diagnose(
             except RedisError as error:
                 measured["bandwidth_refused"] = str(error)
         facts.append(replace(known, **measured))
-    here = None if report is None else look(report, server, headers)
+    here = None
+    if report is not None:
+        is_off = report["redis"].get("compress") == "off"  # an older agent does not say
+        here = look(report, server, stored, savings(server, stored) if is_off else {})
     return Diagnosis(tuple(facts), findings_of(facts, here), here)
 
 
@@ -165,9 +170,9 @@ def findings_of(facts: Iterable[Facts], node: NodeFacts | None = None) -> tuple[
 
 def sample(
     server: PrimaryServers, prefix: bytes, need: Need, report: Mapping[str, Any]
-) -> tuple[Need, tuple[tuple[str, StripeHeader], ...], float | None]:
-    """The need by what is registered or stored, unless the user has named a size; a header of each
-    form, with its model; and the longest time without a use. Of a few chunks; nothing where that is
+) -> tuple[Need, tuple[Sample, ...], float | None]:
+    """The need by what is registered or stored, unless the user has named a size; a sample of each
+    form; and the longest time without a use. Of a few chunks; nothing where that is
     refused.
 
     What engines have not stored, such as values of the library, is cut in its own way.
@@ -177,17 +182,39 @@ def sample(
         found = survey(server, prefix, everything=False)
         chunks = [each for each in found.chunks.values() if not each.name.is_description]
         idle = [each for each in read_idle(server, chunks) if isinstance(each, int)]
-        headers = {
-            form: header
-            for form, header in headers_of(server, chunks).items()
-            if header.metadata.fmt is MemoryFormat.PAGES
+        samples = {
+            form: each
+            for form, each in samples_of(server, chunks).items()
+            if each.header.metadata.fmt is MemoryFormat.PAGES
         }
     except RedisError:
         return need, (), None
-    if not need.is_known and headers:
-        need = _as_stored(need, [(c, headers[c.form]) for c in chunks if c.form in headers], report)
-    stored = tuple((form[1], header) for form, header in headers.items())
-    return need, stored, max(idle, default=None)
+    if not need.is_known and samples:
+        pairs = [(each, samples[each.form].header) for each in chunks if each.form in samples]
+        need = _as_stored(need, pairs, report)
+    return need, tuple(samples.values()), max(idle, default=None)
+
+
+def savings(server: PrimaryServers, samples: Iterable[Sample]) -> dict[str, float]:
+    """By model, the share of a stripe's bytes that packing would save; of some that are plain.
+
+    Of sealed ones that is not known.
+    """
+    found: dict[str, float] = {}
+    for each in samples:
+        header, name = each.header, each.chunk.name
+        if each.share < 1 or header.sealed_with is not None or name.key.model_name in found:
+            continue
+        key = name.stripe(header.stripe_index)
+        try:
+            ((value,),) = server.ask_each([key], lambda key: [("GETRANGE", key, 0, -1)])
+        except RedisError:
+            continue
+        if isinstance(value, bytes) and len(value) == HEADER_BYTES + header.payload_bytes:
+            sizes, room = elements_of(header.metadata.serialize()), memoryview(bytearray(value))
+            _, used = pack(value[HEADER_BYTES:], sizes, room)
+            found[name.key.model_name] = 1 - used / header.payload_bytes if used else 0.0
+    return found
 
 
 def _as_registered(need: Need, report: Mapping[str, Any]) -> Need:
@@ -325,7 +352,7 @@ def _read(connector: Connector, keys: list[bytes], deadline: float) -> float:
     with contextlib.ExitStack() as stack:
         connections = [
             stack.enter_context(contextlib.closing(connector.open(_CLIENT_NAME)))
-            for _ in range(DEFAULT_GET_CONNECTIONS)
+            for _ in range(DEFAULT_CONNECTIONS)
         ]
         started = time.perf_counter()
         for connection in connections:

@@ -4,8 +4,19 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lmcache_redis.admin.forms import (
+    NO_SIZES,
+    Sample,
+    Sizes,
+    find_missing,
+    missing,
+    samples_of,
+    sizes_of,
+    sizes_read,
+)
 from lmcache_redis.admin.names import ChunkName, parse_name, show_key
 from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import (
@@ -15,13 +26,9 @@ from lmcache_redis.admin.stripes import (
     StripeState,
     Survey,
     count_of,
-    find_missing,
-    headers_of,
-    missing,
     no_progress,
     read_idle,
     read_stripes,
-    size_of,
     stripes_of,
     survey,
     verify_payload,
@@ -72,6 +79,10 @@ class ChunkReport:
         return sum(s.state is not StripeState.MISSING for s in self.stripes)
 
     @property
+    def sizes(self) -> Sizes:
+        return sizes_read(self.stripes)
+
+    @property
     def verdict(self) -> ChunkVerdict:
         there = [s for s in self.stripes if s.state is not StripeState.MISSING]
         if not there:
@@ -115,8 +126,9 @@ class Spread(list[float]):
 
 @dataclass(slots=True)
 class LayoutSummary:
-    """Chunks of one model and layout. without_stripe_0: some of the incomplete. idle_s: of each
-    chunk's first stripe. damaged: if verified.
+    """Chunks of one model and layout. sizes: the stored ones are estimated if packed, and not
+    verified. without_stripe_0: some of the incomplete. idle_s: of each chunk's first stripe.
+    damaged: if verified.
     """
 
     model: str
@@ -124,7 +136,7 @@ class LayoutSummary:
     workers: set[int] = field(default_factory=set)
     chunks: int = 0
     stripes: int = 0
-    value_bytes: int = 0
+    sizes: Sizes = NO_SIZES
     chunks_of_unknown_size: int = 0
     incomplete: int = 0
     without_stripe_0: int = 0
@@ -132,16 +144,27 @@ class LayoutSummary:
     idle_s: Spread = field(default_factory=Spread)
 
     def add(
-        self, chunk: SeenChunk, header: StripeHeader | None, idle: int | RedisError | None
+        self,
+        chunk: SeenChunk,
+        sample: Sample | None,
+        idle: int | RedisError | None,
+        verified: Sequence[Stripe] | None,
     ) -> None:
-        """header: of a chunk of its form. idle: of its first stripe (`read_idle`)."""
+        """sample: of its form. idle: of its first stripe (`read_idle`). verified: its stripes."""
         self.workers.add(chunk.name.key.kv_rank)
         self.chunks += 1
         self.stripes += chunk.count
-        self.value_bytes += size_of(header, chunk.stripes) if header else 0
-        self.chunks_of_unknown_size += header is None
+        if verified is not None:
+            states = {each.state for each in verified}
+            is_damaged = not states <= {StripeState.WHOLE, StripeState.MISSING}
+            self.damaged = (self.damaged or 0) + is_damaged
+            self.sizes += sizes_read(verified)
+        elif sample is not None:
+            self.sizes += sizes_of(sample, chunk.stripes)
+        self.chunks_of_unknown_size += sample is None
         self.without_stripe_0 += not chunk.stripes & 1
-        self.incomplete += not chunk.stripes & 1 or bool(header and missing(header, chunk.stripes))
+        lacks = sample is not None and missing(sample.header, chunk.stripes)
+        self.incomplete += not chunk.stripes & 1 or bool(lacks)
         if isinstance(idle, int):
             self.idle_s.append(idle)
 
@@ -166,7 +189,7 @@ def summarise(
 ) -> Summary:
     """What the cache holds by model and layout, from a sample or from every key.
 
-    One header of each form is read, of the chunk that was used last: that changes no order of
+    The headers of one chunk of each form are read, which was used last: that changes no order of
     eviction. verify: also reads every payload, which does. keys: to verify sealed payloads with.
     Raises RedisError.
     """
@@ -174,18 +197,18 @@ def summarise(
     chunks = list(found.chunks.values())
     pairs = [*zip(chunks, read_idle(server, chunks), strict=True)]
     pairs.sort(key=lambda pair: pair[1] if isinstance(pair[1], int) else 0)
-    headers = headers_of(server, [chunk for chunk, _ in pairs])
+    samples = samples_of(server, [chunk for chunk, _ in pairs])
+    headers = {form: sample.header for form, sample in samples.items()}
     find_missing(server, [(chunk, headers.get(chunk.form)) for chunk in chunks])
     groups: dict[tuple[str, str], LayoutSummary] = {}
     for number, (chunk, idle) in enumerate(pairs, start=1):
         names = chunk.name.key.model_name, chunk.name.layout
         group = groups.setdefault(names, LayoutSummary(*names))
-        group.add(chunk, headers.get(chunk.form), idle)
+        verified = None
         if verify:
-            stripes = read_stripes(server, [(chunk.name, index) for index in chunk.indexes])
-            states = {verify_payload(server, chunk.name, each, keys).state for each in stripes}
-            is_damaged = not states <= {StripeState.WHOLE, StripeState.MISSING}
-            group.damaged = (group.damaged or 0) + is_damaged
+            read = read_stripes(server, [(chunk.name, index) for index in chunk.indexes])
+            verified = [verify_payload(server, chunk.name, each, keys) for each in read]
             progress("chunks verified", number, len(chunks))
-    ordered = sorted(groups.values(), key=lambda g: (-g.value_bytes, g.model, g.layout))
+        group.add(chunk, samples.get(chunk.form), idle, verified)
+    ordered = sorted(groups.values(), key=lambda g: (-g.sizes.stored, g.model, g.layout))
     return Summary(tuple(ordered), found, verify)

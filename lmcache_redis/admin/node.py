@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmcache_redis import __version__
+from lmcache_redis.admin.forms import Sample, payload_of
 from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Finding, advised
 from lmcache_redis.admin.server import PrimaryServers
-from lmcache_redis.admin.stripes import payload_of
-from lmcache_redis.chunks.frame import StripeHeader, stripe_payload_bytes
+from lmcache_redis.chunks.cutting import stripe_payload_bytes
+from lmcache_redis.chunks.frame import StripeHeader
 from lmcache_redis.device import driver
 from lmcache_redis.errors import CudaError, RedisError
 from lmcache_redis.units import shown_bytes
@@ -71,11 +72,12 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """report: the agent's STATUS. stored: a header of each kind of chunk found in Redis, by model.
+    """report: the agent's STATUS. stored: a header of each form of chunks found in Redis, by model.
 
     clock_ahead_s: of the server's clock; None if it does not tell. engines: processes that seem to
     be vLLM's, those that the agent knows and others. shm_bytes, shm_free_bytes: of the engine's
     /dev/shm that has the least free; None if none can be seen. gpus: None on a node without.
+    savings: by model, of stripes in Redis, what the agent would not store with --compress lossless.
     """
 
     report: Mapping[str, Any]
@@ -87,10 +89,14 @@ class NodeFacts:
     shm_free_bytes: int | None
     clock_ahead_s: float | None
     stored: tuple[tuple[str, StripeHeader], ...]
+    savings: Mapping[str, float] = field(default_factory=dict)
 
 
 def look(
-    report: Mapping[str, Any], server: PrimaryServers, stored: tuple[tuple[str, StripeHeader], ...]
+    report: Mapping[str, Any],
+    server: PrimaryServers,
+    stored: tuple[Sample, ...],
+    savings: Mapping[str, float],
 ) -> NodeFacts:
     """The facts of the node whose agent has sent ``report``."""
     known = {engine["pid"] for engine in report["engines"]}
@@ -106,7 +112,8 @@ def look(
         shm_bytes=shm[0],
         shm_free_bytes=shm[1],
         clock_ahead_s=_clock_ahead_s(server),
-        stored=stored,
+        stored=tuple((each.chunk.name.key.model_name, each.header) for each in stored),
+        savings=savings,
     )
 
 
@@ -197,6 +204,7 @@ def uses_mps(pid: int) -> bool | None:
 _DOCKER_SHM_BYTES = 64 << 20
 _FULL = 0.05
 _CLOCK_S = 5.0
+_WORTH_PACKING = 0.1
 # As `rules.ADVICE`.
 ADVICE: dict[str, tuple[str, ...]] = {
     "Redis": (
@@ -231,6 +239,10 @@ ADVICE: dict[str, tuple[str, ...]] = {
         "agents of different --chunk-size-tokens share nothing; nor do engines of different dtypes "
         "or parallel sizes. Parts of several KV cache groups are normal",
         "lmcache-redis inspect; give all agents one --chunk-size-tokens",
+    ),
+    "compression": (
+        "more prompts fit, and hits come sooner over a slow link; the bits stay the same",
+        "lmcache-redis agent --compress lossless; all agents read both",
     ),
     "clocks": (
         "`inspect` and `purge --stored-longer-than` tell ages wrong by as much",
@@ -342,6 +354,10 @@ def _slots_in_redis(f: NodeFacts) -> Iterator[Finding]:
             yield Finding(
                 HINT, "chunk sizes", f"Redis has chunks of {model} of several sizes: {shown}"
             )
+    for model, share in sorted(f.savings.items()):
+        if share >= _WORTH_PACKING:
+            seen = f"off; a stripe of {model} would have {share:.0%} fewer bytes"
+            yield Finding(HINT, "compression", seen)
     if f.stored and not cut:
         yield Finding(OK, "slot size", "what is in Redis is cut as this agent cuts it")
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lmcache_redis.admin.forms import NO_SIZES, Sizes, samples_of, sizes_of, sizes_read
 from lmcache_redis.admin.names import show_key
 from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import (
@@ -23,11 +24,9 @@ from lmcache_redis.admin.stripes import (
     SeenChunk,
     Stripe,
     StripeState,
-    headers_of,
     no_progress,
     read_idle,
     read_stripes,
-    size_of,
     survey,
 )
 from lmcache_redis.chunks.keys import NAMESPACE_BYTES
@@ -72,11 +71,11 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a purge removes. value_bytes: None if it is unknown."""
+    """What a purge removes. sizes: None if unknown; the stored ones are estimated if packed."""
 
     selection: Selection
     chunks: tuple[SeenChunk, ...]
-    value_bytes: int | None
+    sizes: Sizes | None
 
     @property
     def chunk_count(self) -> int:
@@ -101,7 +100,7 @@ class PurgeResult:
 
     chunks: int = 0
     stripes: int = 0
-    value_bytes: int = 0
+    sizes: Sizes = NO_SIZES
     vanished: int = 0
     used_again: int = 0
     stored_again: int = 0
@@ -134,10 +133,10 @@ def choose(
         firsts = read_stripes(server, [(chunk.name, chunk.first) for chunk in chunks])
         pairs = zip(chunks, firsts, strict=True)
         chunks = [chunk for chunk, first in pairs if selection.is_stored_long_enough(first)]
-    headers = headers_of(server, chunks) if selection.idle_longer_than_s is None else {}
-    sizes = [(headers.get(chunk.form), chunk.stripes) for chunk in chunks]
-    value_bytes = sum(size_of(header, some) for header, some in sizes if header)
-    return Plan(selection, tuple(chunks), value_bytes or None)
+    samples = samples_of(server, chunks) if selection.idle_longer_than_s is None else {}
+    known = [(samples[chunk.form], chunk.stripes) for chunk in chunks if chunk.form in samples]
+    sizes = sum((sizes_of(sample, stripes) for sample, stripes in known), NO_SIZES)
+    return Plan(selection, tuple(chunks), sizes if sizes.stored else None)
 
 
 def remove(
@@ -218,7 +217,7 @@ def _unlink(
             result.leave(key, str(reply))
         elif reply:
             result.stripes += 1
-            result.value_bytes += stripe.value_bytes
+            result.sizes += sizes_read([stripe])
             result.chunks += stripe.index == chunk.first
         else:
             result.vanished += 1

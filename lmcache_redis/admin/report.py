@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from lmcache_redis.admin.doctor import HERE, Diagnosis
+from lmcache_redis.admin.forms import Sizes
 from lmcache_redis.admin.inspect import ChunkReport, LayoutSummary, Spread, Summary
 from lmcache_redis.admin.names import show_key, table
 from lmcache_redis.admin.node import NodeFacts
@@ -31,17 +32,21 @@ _FIELDS: dict[type, str] = {
     "model=name.key.model_name layout=name.layout chunk_hash=name.key.chunk_hash "
     "world_size=name.ranks.world_size rank=name.ranks.rank "
     "local_world_size=name.ranks.local_world_size local_rank=name.ranks.local_rank "
-    "stripe_asked verdict verified opened sealed_with=header.sealed_with stripe_count "
-    "stripes_present=present chunk_bytes=header.chunk_bytes fingerprint=header.fingerprint "
+    "stripe_asked verdict verified opened sealed_with=header.sealed_with tenant=header.tenant "
+    "stripe_count stripes_present=present chunk_bytes=header.chunk_bytes value_bytes=sizes.stored "
+    "plain_bytes=sizes.plain fingerprint=header.fingerprint "
     "memory_format=header.metadata.fmt.name shapes=header.metadata.shapes "
     "dtypes=header.metadata.dtype_names stored_unix_s=headed.stored_unix_s stripes",
-    Stripe: "index state detail value_bytes store_id=header.store_id stored_unix_s "
+    Stripe: "index state detail value_bytes payload_bytes=header.payload_bytes "
+    "store_id=header.store_id stored_unix_s "
     "idle_s expires_in_s",
     Summary: "whole=survey.whole keys_looked_at=survey.looked_at "
     "database_keys=survey.database_keys other_keys=survey.other_keys verified groups",
-    LayoutSummary: "model layout workers chunks stripes value_bytes chunks_of_unknown_size "
-    "incomplete without_stripe_0 damaged idle_s",
-    Plan: "chunks=chunk_count stripes value_bytes groups",
+    LayoutSummary: "model layout workers chunks stripes value_bytes=sizes.stored "
+    "plain_bytes=sizes.plain chunks_of_unknown_size incomplete without_stripe_0 damaged idle_s",
+    Plan: "chunks=chunk_count stripes value_bytes=sizes.stored plain_bytes=sizes.plain groups",
+    PurgeResult: "chunks stripes value_bytes=sizes.stored plain_bytes=sizes.plain vanished "
+    "used_again stored_again left left_examples seconds",
     Diagnosis: "exit_status findings facts rights node",
     NodeFacts: "version gpus agent engines shm_bytes shm_free_bytes clock_ahead_s",
 }
@@ -98,11 +103,16 @@ def chunk_lines(report: ChunkReport) -> Iterator[str]:
                 header.metadata.dtype_names, header.metadata.shapes, strict=True
             )
         )
-        yield _line("size", f"{shown_bytes(header.chunk_bytes)} as {header.metadata.fmt.name}")
+        size = f"{shown_bytes(header.chunk_bytes)} as {header.metadata.fmt.name}"
+        if report.sizes.stored < report.sizes.plain:
+            size += f"; packed, in Redis {_size(report.sizes)}"
+        yield _line("size", size)
         yield _line("holds", holds)
         yield _line("stored", f"{when}, as {header.store_id.hex()}")
         idle_s, unknown = headed.idle_s, "unknown: the server does not say"
         yield _line("last used", unknown if idle_s is None else f"{shown_age(idle_s)} ago")
+        if header.tenant is not None:
+            yield _line("tenant", f"{header.tenant.hex()}, a digest of its name")
         if header.sealed_with is not None:
             yield _line("sealed", f"with the key {header.sealed_with.hex()}")
         if headed.expires_in_s is not None:
@@ -131,7 +141,7 @@ def summary_lines(summary: Summary) -> Iterator[str]:
         yield "no chunks are here" + ("" if found.whole else " among the keys looked at")
     else:
         rows = [["model", "layout", "workers", "chunks", "size", "incomplete", "last used"]]
-        rows += map(_row, summary.groups)
+        rows += (_row(group, "" if summary.verified else "about ") for group in summary.groups)
         if summary.verified:
             damaged = ("damaged", *(str(group.damaged) for group in summary.groups))
             rows = [[*row, cell] for row, cell in zip(rows, damaged, strict=True)]
@@ -155,7 +165,7 @@ def plan_lines(plan: Plan, where: str) -> Iterator[str]:
     if not plan.chunks:
         yield f"nothing to remove from {where}: no chunk matches (see `lmcache-redis inspect`)"
         return
-    size = f", {shown_bytes(plan.value_bytes)}" if plan.value_bytes else ""
+    size = f", {_size(plan.sizes, 'about ')}" if plan.sizes else ""
     chunks, keys = counted(plan.chunk_count, "chunk"), counted(plan.stripes, "key")
     yield f"to remove from {where}: {chunks} ({keys}{size})"
     rows = [[printable(g["model"]), g["layout"], f"{g['chunks']:,}"] for g in plan.groups]
@@ -164,7 +174,7 @@ def plan_lines(plan: Plan, where: str) -> Iterator[str]:
 
 def removal_lines(removal: PurgeResult) -> Iterator[str]:
     chunks, keys = counted(removal.chunks, "chunk"), counted(removal.stripes, "key")
-    size = shown_bytes(removal.value_bytes)
+    size = _size(removal.sizes)
     yield f"removed {chunks} ({keys}, {size}) in {removal.seconds:.1f} s"
     if removal.vanished:
         yield f"{counted(removal.vanished, 'key')} had already gone"
@@ -207,8 +217,15 @@ def _line(label: str, text: str) -> str:
     return f"{label:<11}{text}"
 
 
-def _row(group: LayoutSummary) -> list[str]:
-    size = shown_bytes(group.value_bytes)
+def _size(sizes: Sizes, estimated: str = "") -> str:
+    """estimated: a word for what packed values take, if that is not counted."""
+    if sizes.stored == sizes.plain:
+        return shown_bytes(sizes.stored)
+    return f"{estimated}{shown_bytes(sizes.stored)} (plain {shown_bytes(sizes.plain)})"
+
+
+def _row(group: LayoutSummary, estimated: str) -> list[str]:
+    size = _size(group.sizes, estimated)
     if group.chunks_of_unknown_size:
         size = "unknown" if group.chunks_of_unknown_size == group.chunks else f"more than {size}"
     workers, chunks, incomplete = len(group.workers), group.chunks, group.incomplete

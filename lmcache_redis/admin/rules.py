@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from lmcache_redis.admin.facts import Facts
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.config import (
-    DEFAULT_GET_CONNECTIONS,
-    DEFAULT_SET_CONNECTIONS,
+    DEFAULT_CONNECTIONS,
     DEFAULT_SLOT_BYTES,
 )
 from lmcache_redis.resp.net.advice import NAME_THE_CLUSTER, NAME_THE_PRIMARY
@@ -24,7 +23,7 @@ STRIPE_BYTES = DEFAULT_SLOT_BYTES + HEADER_BYTES
 # An agent has one GET in flight per connection: one reply has to fit, with room to spare.
 LEAST_BUFFER_BYTES = 4 * STRIPE_BYTES
 # What the connections of one agent need.
-LEAST_CLIENTS_BYTES = (DEFAULT_GET_CONNECTIONS + DEFAULT_SET_CONNECTIONS) * STRIPE_BYTES
+LEAST_CLIENTS_BYTES = 2 * DEFAULT_CONNECTIONS * STRIPE_BYTES
 # Shares of the machine's memory: the safe maximum, and what to set.
 _MOST_OF_MEMORY, _ADVISED_OF_MEMORY = 0.85, 0.75
 # A cache that holds fewer prompts, or for less long, is emptied before it helps.
@@ -111,7 +110,7 @@ ADVICE: dict[str, tuple[str, ...]] = {
         "give the server cores of its own, a faster network or more io-threads, or use more",
         "see what your model needs: --model and --prefill-tokens-per-s",
     ),
-    "latency": ("", "move the server nearer, or start agents with more --get-connections"),
+    "latency": ("", "move the server nearer, or start agents with more --connections"),
     "append-only file": (
         "every store goes to disk as well, and each rewrite forks; KV can be computed again",
         *_set("appendonly", "no"),
@@ -271,11 +270,11 @@ def _speed(f: Facts) -> Iterator[Finding]:
     split = f" over {f.nodes} servers" if f.nodes > 1 else ""
     read, write = f.read_bytes_per_s, f.write_bytes_per_s
     if f.ping_s is not None:
-        most = DEFAULT_GET_CONNECTIONS * STRIPE_BYTES / max(f.ping_s, 1e-6)
+        most = DEFAULT_CONNECTIONS * STRIPE_BYTES / max(f.ping_s, 1e-6)
         severity = OK if most >= 2 * need else HINT if most >= need else WARNING
         seen = f"{f.ping_s * 1000:.2f} ms a round trip (median PING)"
         why = (
-            f"each of {DEFAULT_GET_CONNECTIONS} connections waits one round trip a stripe: at most "
+            f"each of {DEFAULT_CONNECTIONS} connections waits one round trip a stripe: at most "
             f"{gigabytes(most)}/s, and hits need {gigabytes(need)}/s"
         )
         yield Finding(severity, "latency", seen, why)

@@ -2,14 +2,13 @@
 """Which chunks a server holds, by SCAN and key names, and what their stripes are, by headers.
 
 SCAN returns every key that exists from its start to its end at least once; keys that are added or
-removed meanwhile may be missed. Chunks of one form (layout, model, worker) are cut alike, and any
-header says how.
+removed meanwhile may be missed.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +19,6 @@ from lmcache_redis.admin.server import BATCH_KEYS, Command, Primary, PrimaryServ
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.chunks.names import names_no_stripe, parse_stripe_key
-from lmcache_redis.chunks.packing import unpack
 from lmcache_redis.errors import (
     FormatError,
     RedisError,
@@ -28,6 +26,7 @@ from lmcache_redis.errors import (
     RedisReplyError,
     RedisUnavailable,
 )
+from lmcache_redis.resp.bulk import unpacked
 from lmcache_redis.resp.net.wire import escape_pattern
 from lmcache_redis.seal import Opened, SealKeys
 
@@ -36,8 +35,6 @@ SAMPLE_KEYS = 20_000
 # Of a survey, and what a name takes in it beside its bytes: some three million chunks.
 MOST_BYTES = 2 << 30
 _NAME_BYTES = 600
-# Headers that are read for a form; the first valid one says how its chunks are cut.
-_ATTEMPTS = 16
 
 Form = tuple[bytes, str, int]
 # What is done, how many of them, of how many.
@@ -165,8 +162,8 @@ def verify_payload(
                 state, detail = _opened(keys, key, said, header, payload)
                 again = replace(again, state=state, detail=detail)
             is_readable = again.state is StripeState.WHOLE and (keys or said.sealed_with is None)
-            if is_readable and not _is_unpacked(said, payload):
-                detail = "it is packed, and cannot be unpacked"
+            if is_readable and not _is_unpacked(header, said, payload):
+                detail = "what is packed in it is not the payload that its header names"
                 again = replace(again, state=StripeState.DAMAGED, detail=detail)
     return replace(again, idle_s=stripe.idle_s, expires_in_s=stripe.expires_in_s)
 
@@ -186,10 +183,8 @@ def _opened(
     return StripeState.WHOLE, ""
 
 
-def _is_unpacked(said: StripeHeader, payload: memoryview) -> bool:
-    if not said.element_bytes:
-        return True
-    return unpack(payload, said.element_bytes, bytearray(said.payload_bytes))
+def _is_unpacked(header: bytes, said: StripeHeader, payload: memoryview) -> bool:
+    return not said.element_bytes or unpacked(header, payload, bytearray(said.payload_bytes))
 
 
 def _questions(key: bytes) -> list[Command]:
@@ -338,57 +333,3 @@ def read_idle(server: PrimaryServers, chunks: Sequence[SeenChunk]) -> list[int |
     """
     keys = [chunk.name.stripe(chunk.first) for chunk in chunks]
     return [idle for (idle,) in server.ask_each(keys, lambda key: [("OBJECT", "IDLETIME", key)])]
-
-
-def payload_of(header: StripeHeader) -> int:
-    """The payload of each stripe of the chunk, but of the last, which may have less."""
-    if header.stripe_index and header.stripe_index == header.stripe_count - 1:
-        return header.payload_offset // header.stripe_index
-    return header.payload_bytes
-
-
-def size_of(header: StripeHeader, stripes: int) -> int:
-    """Size of the values of these stripes (a bitmask) of the chunk, headers included."""
-    payload, inside = payload_of(header), stripes & ((1 << header.stripe_count) - 1)
-    total = inside.bit_count() * (HEADER_BYTES + payload)
-    if inside >> (header.stripe_count - 1):
-        total -= header.stripe_count * payload - header.chunk_bytes
-    return total
-
-
-def missing(header: StripeHeader, stripes: int) -> list[int]:
-    """Indexes of the stripes of the chunk that this bitmask lacks."""
-    return [index for index in range(header.stripe_count) if not stripes >> index & 1]
-
-
-def headers_of(server: PrimaryServers, chunks: Iterable[SeenChunk]) -> dict[Form, StripeHeader]:
-    """A valid header of each form, of the first chunk that has one; a form without is left out.
-
-    Counts as a use of the chunks that are read. Raises RedisError.
-    """
-    by_form: dict[Form, list[SeenChunk]] = {}
-    for chunk in chunks:
-        by_form.setdefault(chunk.form, []).append(chunk)
-    headers: dict[Form, StripeHeader] = {}
-    for form, some in by_form.items():
-        for chunk in some[:_ATTEMPTS]:
-            (stripe,) = read_stripes(server, [(chunk.name, chunk.first)])
-            if stripe.own is not None:
-                headers[form] = stripe.own
-                break
-    return headers
-
-
-def find_missing(
-    server: PrimaryServers, chunks: Iterable[tuple[SeenChunk, StripeHeader | None]]
-) -> None:
-    """Adds to each chunk the stripes that exist and were not seen. Raises RedisError."""
-    asked = [
-        (chunk, index)
-        for chunk, header in chunks
-        for index in (missing(header, chunk.stripes) if header else ())
-    ]
-    keys = [chunk.name.stripe(index) for chunk, index in asked]
-    there = server.ask_each(keys, lambda key: [("EXISTS", key)])
-    for (chunk, index), (is_there,) in zip(asked, there, strict=True):
-        chunk.stripes |= (is_there == 1) << index

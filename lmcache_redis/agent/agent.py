@@ -115,7 +115,7 @@ class Agent:
             disk,
             cache,
             copies,
-            Sessions(cache.pool, cache.metrics, config.session_timeout_s, sights),
+            Sessions(cache.pool, cache.metrics, sights),
             peers,
             PoolPinning(
                 arena.base_address,
@@ -278,6 +278,7 @@ def _redis(agent: Agent) -> dict[str, Any]:
         "user": user_of(agent.plane.deployment.server.credentials),
         "commands": [each.name for each in agent.plane.commands],
         "key_prefix": agent.config.key_prefix.decode("utf-8", "backslashreplace"),
+        "compress": agent.config.compress,
         "up": state.up,
         "reason": state.reason,
         "last_error": _last_error(state.errors),

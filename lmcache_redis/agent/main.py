@@ -110,7 +110,7 @@ def run_agent(config: AgentConfig, file: SettingsFile | None = None) -> int:
             stack.callback(agent.cache.close, 0.0)
             recorder = None
             if config.record is not None:
-                recorder = TraceRecorder(agent, config.record, config.record_size)
+                recorder = TraceRecorder(agent, config.record)
                 stack.callback(recorder.close)
             service = Service(agent, router, recorder)
             _on_signals(service.stop, signal.SIGTERM, signal.SIGINT)
@@ -254,8 +254,6 @@ def _reloaded(
         queue.schedule.limit_bytes = running.write_queue_limit_bytes
     if agent.disk is not None:
         agent.disk.store.limit_bytes = running.disk_size
-    agent.sessions.timeout_s = running.session_timeout_s
-    service.heartbeat_timeout_s = running.heartbeat_timeout_s
     service.shutdown_deadline_s = running.shutdown_deadline_s
     level = logging.getLevelName(running.log_level.upper())
     root = logging.getLogger()

@@ -89,9 +89,7 @@ class Registering:
 
         def open_memory() -> Registration:
             layouts = [group.layout for group in question.groups]
-            device = open_device(
-                layouts, question.storages, self._config.device, question.signals, self._gpus
-            )
+            device = open_device(layouts, question.storages, question.signals, self._gpus)
             return Registration(
                 peer.engine_id, worker_id, chunk_tokens, forms, device, question.storages
             )

@@ -49,6 +49,8 @@ from lmcache_redis.tenants import is_sent
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.5
+# After which a silent engine is unregistered.
+HEARTBEAT_TIMEOUT_S = 10.0
 _MESSAGES_PER_ROUND = 64
 _SUMMARY_S = 60.0
 # While it drains: how long an engine has to ask for the chunks of a hit, and the longest wait.
@@ -59,12 +61,11 @@ _STUCK_S = 60.0
 
 
 class Service:
-    """Serves one bound ROUTER until ``stop``. The two settings may change at any time."""
+    """Serves one bound ROUTER until ``stop``. `shutdown_deadline_s` may change at any time."""
 
     def __init__(
         self, agent: Agent, router: zmq.Socket[bytes], recorder: TraceRecorder | None = None
     ) -> None:
-        self.heartbeat_timeout_s = agent.config.heartbeat_timeout_s
         self.shutdown_deadline_s = agent.config.shutdown_deadline_s
         self._agent = agent
         self._router = router
@@ -234,7 +235,7 @@ class Service:
             silent_s = now - peer.last_heard_s
             if peer.process_gone():
                 why = "its process has ended"
-            elif silent_s > self.heartbeat_timeout_s:
+            elif silent_s > HEARTBEAT_TIMEOUT_S:
                 why = f"it has been silent for {silent_s:.0f} s"
             else:
                 continue

@@ -34,6 +34,8 @@ from lmcache_redis.tenants import NONE
 MAX_SESSIONS = 1 << 16
 MAX_CHUNKS = 1 << 32  # of a prompt
 MOST_REQUESTS = 4096
+# After which the chunks that a request has pinned are released.
+SESSION_TIMEOUT_S = 60.0
 
 SessionKey = tuple[str, str]  # engine id, request id
 PartKey = tuple[int, int]  # worker id, group
@@ -280,12 +282,10 @@ class Sessions:
         self,
         pool: HostPool,
         metrics: Metrics,
-        timeout_s: float,
         sights: ChunkSights | None = None,
     ) -> None:
         self.history = RequestHistory()
         self.sights = sights
-        self.timeout_s = timeout_s
         self._pool = pool
         self._metrics = metrics
         self._sessions: dict[SessionKey, Session] = {}
@@ -315,7 +315,7 @@ class Sessions:
             session = self._sessions[key] = Session(key, self._pool, self.history)
             session.ended = not for_lookup
         session.ended = session.ended and not for_lookup
-        session.expires_s = now_s + self.timeout_s
+        session.expires_s = now_s + SESSION_TIMEOUT_S
         return session
 
     def end(self, session: Session) -> None:

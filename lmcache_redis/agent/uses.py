@@ -15,6 +15,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from lmcache_redis.agent.limits import TenantLimits
+from lmcache_redis.chunks.frame import TENANT_BYTES
+from lmcache_redis.chunks.names import tenant_digest
 from lmcache_redis.tenants import NONE, OTHER, shown
 
 MOST_KEPT: Final = 1024
@@ -106,12 +108,15 @@ class Tenants:
                 self._with_rows.add(name)
         return found.whole, found.row if name in self._with_rows else self._others_row
 
+    def digest(self, tenant: str) -> bytes:
+        """See `tiers.Account`, also of the others."""
+        return tenant_digest(tenant)[:TENANT_BYTES] if tenant not in ("", NONE) else b""
+
     def why_not(self, tenant: str) -> str | None:
         """Why chunks of the tenant are not stored; None: they are."""
         return None if self.limits is None else self.limits.why_not(tenant or NONE)
 
     def admits(self, tenant: str) -> bool:
-        """See `tiers.Account`, also of the others."""
         return self.why_not(tenant) is None
 
     def payer(self, first: str, other: str) -> str:

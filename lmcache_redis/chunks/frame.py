@@ -42,15 +42,13 @@ VERSION = 2
 STORE_ID_BYTES = 16
 FINGERPRINT_BYTES = 32
 MAX_STRIPES = 0xFFFF
-_ALIGN_BYTES = 64
-# What a server adds to a string of many bytes.
-_STRING_BYTES = 10
 STORE_ID = slice(8, 24)
 FLAGS_AT = 28
 PAYLOAD_CHECKSUM = slice(56, 64)
 SEALED = 1  # the flag
 CODEC_AT = 176
 PACKED = 1  # the codec; 0: plain
+TENANT_BYTES = 8
 SEAL_KEY_ID_BYTES = 8
 SEAL_BYTES = 48
 SEAL_AT = HEADER_BYTES - SEAL_BYTES
@@ -58,17 +56,18 @@ SEAL_AT = HEADER_BYTES - SEAL_BYTES
 _PREAMBLE = struct.Struct("<4sHH")
 _PLACE = struct.Struct("<HHIQQQ")
 # preamble | store id | place | payload checksum | layout and chunk | created | own | stored form
-# | plain checksum, tenant | metadata | zeros, seal
-_PARTS = struct.Struct("<8s16s32sQ96sQQ16s16s336s96s")
+# | plain checksum | tenant | metadata | zeros, seal
+_PARTS = struct.Struct("<8s16s32sQ96sQQ16sQ8s336s96s")
 _STORED_FORM = struct.Struct("<BB6sQ")
 _STORED_AT = slice(176, 192)
-_CHECKSUM_AND_TENANT = slice(192, 208)
+_PLAIN_CHECKSUM = slice(192, 200)
+_TENANT = slice(200, 208)
 _PAYLOAD_BYTES = slice(8, 16)  # of a place
 _ELEMENTS = (1, 2, 4)
 _CREATED = slice(160, 168)
 _OWN_CHECKSUM = slice(168, 176)
 _NO_CHECKSUM = bytes(8)
-_NO_TENANT = bytes(16)
+_NO_TENANT = bytes(TENANT_BYTES)
 _NO_CODEC = bytes(8)
 _NO_STORE_ID = bytes(STORE_ID_BYTES)
 _NO_SEAL = bytes(SEAL_BYTES)
@@ -161,8 +160,12 @@ class ChunkFrame:
         store_id: bytes = _NO_STORE_ID,
         created_unix_ms: int = 0,
         is_sealed: bool = False,
+        tenant: bytes = _NO_TENANT,
     ) -> bytes:
-        """The header of stripe `index`, plain, without checksums and seal."""
+        """The header of stripe `index`, plain, without checksums and seal.
+
+        tenant: 8 bytes of a digest.
+        """
         if len(store_id) != STORE_ID_BYTES:
             raise FormatError(f"a store id has {STORE_ID_BYTES} bytes, not {len(store_id)}")
         try:
@@ -181,7 +184,8 @@ class ChunkFrame:
                 _NO_CHECKSUM,
                 _NO_CODEC,
                 place[_PAYLOAD_BYTES],
-                _NO_TENANT,
+                _NO_CHECKSUM,
+                tenant,
                 self._padded_metadata,
                 _AFTER_METADATA,
             )
@@ -226,7 +230,8 @@ class ChunkFrame:
 class StripeHeader:
     """The fields of a header. checksum, stored_bytes: of what follows the header.
 
-    element_bytes: of a packed payload; 0: it is plain. sealed_with: the id of the key, or None.
+    element_bytes: of a packed payload; 0: it is plain. tenant: a digest, or None. sealed_with: the
+    id of the key, or None.
     """
 
     store_id: bytes
@@ -242,6 +247,7 @@ class StripeHeader:
     chunk_hash: bytes
     created_unix_ms: int
     metadata: RemoteMetadata
+    tenant: bytes | None = None
     sealed_with: bytes | None = None
 
 
@@ -251,7 +257,8 @@ def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
     fault = _own_fault(raw)
     if fault is not None:
         raise FormatError(f"the header of a stripe was expected, found {fault.value}")
-    _, store_id, place, checksum, layout_and_chunk, created, *_, described, _ = _PARTS.unpack(raw)
+    parts = _PARTS.unpack(raw)
+    _, store_id, place, checksum, layout_and_chunk, created, *_, tenant, described, _ = parts
     index, count, flags, payload, offset, chunk_bytes = _PLACE.unpack(place)
     is_sealed = bool(flags & SEALED)
     hash_end = FINGERPRINT_BYTES + 1 + layout_and_chunk[FINGERPRINT_BYTES]
@@ -284,6 +291,7 @@ def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
         chunk_hash=frame.chunk_hash,
         created_unix_ms=created,
         metadata=metadata,
+        tenant=None if tenant == _NO_TENANT else tenant,
         sealed_with=raw[SEAL_AT : SEAL_AT + SEAL_KEY_ID_BYTES] if is_sealed else None,
     )
 
@@ -294,15 +302,23 @@ def add_checksums(header: bytearray, checksum: int) -> None:
     header[_OWN_CHECKSUM] = _own_checksum(header).to_bytes(8, "little")
 
 
-def mark_packed(header: bytearray, element_bytes: int, stored_bytes: int) -> None:
-    """Make it the header of a packed payload."""
+def mark_packed(
+    header: bytearray, element_bytes: int, stored_bytes: int, plain_checksum: int = 0
+) -> None:
+    """Make it the header of a packed payload. plain_checksum: of what was packed; 0: not given."""
     header[_STORED_AT] = _STORED_FORM.pack(PACKED, element_bytes, b"", stored_bytes)
+    header[_PLAIN_CHECKSUM] = plain_checksum.to_bytes(8, "little")
 
 
 def stored_form(header: bytes | bytearray) -> tuple[int, int]:
     """The number of stored bytes, and the bytes of an element if they are packed, else 0."""
     _, element_bytes, _, stored_bytes = _STORED_FORM.unpack(header[_STORED_AT])
     return stored_bytes, element_bytes
+
+
+def plain_checksum(header: bytes | bytearray) -> int:
+    """Of the payload before it was packed; 0: not given."""
+    return int.from_bytes(header[_PLAIN_CHECKSUM], "little")
 
 
 def is_expected(header: bytes, bare: bytes | bytearray, stored_bytes: int | None = None) -> bool:
@@ -317,7 +333,7 @@ def is_expected(header: bytes, bare: bytes | bytearray, stored_bytes: int | None
     masked = bytearray(header)
     masked[STORE_ID] = _NO_STORE_ID
     masked[PAYLOAD_CHECKSUM] = masked[_CREATED] = masked[_OWN_CHECKSUM] = _NO_CHECKSUM
-    masked[_CHECKSUM_AND_TENANT] = _NO_TENANT
+    masked[_PLAIN_CHECKSUM] = masked[_TENANT] = _NO_TENANT
     if bare[FLAGS_AT] & SEALED:
         masked[SEAL_AT:] = _NO_SEAL
     if masked[CODEC_AT] == PACKED:
@@ -327,48 +343,6 @@ def is_expected(header: bytes, bare: bytes | bytearray, stored_bytes: int | None
             return False
         masked[_STORED_AT] = bare[_STORED_AT]
     return masked == bare
-
-
-def stripe_payload_bytes(chunk_bytes: int, slot_bytes: int) -> int:
-    """Payload bytes of each stripe but the last, at most slot_bytes.
-
-    The fewest stripes that fit the slots, in the size that takes the least memory of a server. With
-    equal sizes it could be a quarter more. The last has a quarter of the others at least: movers
-    are slower where large and small stripes take turns. Multiples of 64 bytes, unless a slot is
-    none. Raises FormatError unless both sizes are positive.
-    """
-    count = _pieces(chunk_bytes, slot_bytes)
-    most = min(slot_bytes, 4 * chunk_bytes // (4 * count - 3))
-    equal = size = min(-(-chunk_bytes // (count * _ALIGN_BYTES)) * _ALIGN_BYTES, slot_bytes)
-    sizes = [equal, max(equal, most // _ALIGN_BYTES * _ALIGN_BYTES)]
-    while (size := _filled(size + _ALIGN_BYTES)) <= most:
-        sizes.append(size)
-
-    def memory_bytes(size: int) -> int:
-        last = chunk_bytes - (count - 1) * size
-        return (count - 1) * _taken_bytes(size) + _taken_bytes(last)
-
-    return min(sizes, key=memory_bytes)
-
-
-def _taken_bytes(payload_bytes: int) -> int:
-    return allocated_bytes(HEADER_BYTES + payload_bytes + _STRING_BYTES)
-
-
-def _filled(payload_bytes: int) -> int:
-    """The largest payload that takes no more memory."""
-    room = _taken_bytes(payload_bytes) - HEADER_BYTES - _STRING_BYTES
-    return room // _ALIGN_BYTES * _ALIGN_BYTES
-
-
-def allocated_bytes(size_bytes: int) -> int:
-    """What jemalloc, the allocator of Redis and Valkey, takes for a string of this size.
-
-    https://jemalloc.net/jemalloc.3.html#size_classes
-    """
-    # From 128 bytes on there are four classes for each power of two.
-    spacing = 16 if size_bytes <= 128 else 1 << ((size_bytes - 1).bit_length() - 3)
-    return -(-size_bytes // spacing) * spacing
 
 
 def _header_of(buf: bytes | bytearray | memoryview) -> bytes:
@@ -409,7 +383,8 @@ def _place(
     return _PLACE.pack(index, count, flags, payload_bytes, offset, chunk_bytes)
 
 
-def _pieces(chunk_bytes: int, stripe_bytes: int) -> int:
+def pieces(chunk_bytes: int, stripe_bytes: int) -> int:
+    """How many stripes there are. Raises FormatError unless both sizes are possible."""
     for what, size in (("a chunk", chunk_bytes), ("a stripe", stripe_bytes)):
         if not 0 < size <= MAX_SIZE:
             raise FormatError(f"{what} has 1 to {MAX_SIZE} bytes, not {size}")
@@ -417,7 +392,7 @@ def _pieces(chunk_bytes: int, stripe_bytes: int) -> int:
 
 
 def _stripe_count(chunk_bytes: int, stripe_bytes: int) -> int:
-    count = _pieces(chunk_bytes, stripe_bytes)
+    count = pieces(chunk_bytes, stripe_bytes)
     if count > MAX_STRIPES:
         raise FormatError(
             f"a chunk of {chunk_bytes} bytes in stripes of {stripe_bytes} has {count}, "

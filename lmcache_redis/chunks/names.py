@@ -25,7 +25,8 @@ from typing import Literal
 
 import msgspec
 
-from lmcache_redis.chunks.frame import ChunkFrame, stripe_payload_bytes
+from lmcache_redis.chunks.cutting import stripe_payload_bytes
+from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.chunks.keys import (
     KEY_MAGIC,
     NAMESPACE_BYTES,
@@ -88,10 +89,14 @@ def is_claim_key(data: bytes, key_prefix: bytes) -> bool:
     return data.startswith(key_prefix + _CLAIM_MAGIC)
 
 
+def tenant_digest(tenant: str) -> bytes:
+    """16 bytes for a tenant as `tenants.shown`; values have the first 8."""
+    return hashlib.blake2b(tenant.encode(), digest_size=16).digest()
+
+
 def account_keys(tenant: str, buckets: Iterable[int], key_prefix: bytes) -> list[bytes]:
     """The Redis keys of what a tenant has written, in buckets of time (`agent.limits`)."""
-    digest = hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
-    stem = b"%b%b%b:" % (key_prefix, _ACCOUNT_MAGIC, digest.encode())
+    stem = b"%b%b%b:" % (key_prefix, _ACCOUNT_MAGIC, tenant_digest(tenant).hex().encode())
     return [b"%b%d" % (stem, bucket) for bucket in buckets]
 
 

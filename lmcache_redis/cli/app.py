@@ -33,7 +33,8 @@ from lmcache_redis.cli.top import top
 from lmcache_redis.cli.why import why
 from lmcache_redis.config import AgentConfig, TierSettings
 from lmcache_redis.errors import ConfigError, LMCacheRedisError, StartError
-from lmcache_redis.sources import config_from, misspelt_variables
+from lmcache_redis.settings import option_name
+from lmcache_redis.sources import config_from, misspelt_variables, removed
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -221,5 +222,9 @@ def run() -> None:
         if not error.args or type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             sys.exit(2)
+        # Else an option is proposed that looks like it.
+        option = getattr(error, "option_name", None) or ""
+        if gone := removed(option.removeprefix("--").replace("-", "_"), option_name):
+            fail(f"there is no {option}{gone}", 2)
         message = str(error.format_message())
         fail(message[0].lower() + message[1:].rstrip("."), 2)

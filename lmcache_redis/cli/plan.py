@@ -52,6 +52,16 @@ def plan(
             show_default="none, and two that suit the trace",
         ),
     ] = None,
+    redis_ratio: Annotated[
+        float,
+        number(
+            "--redis-ratio",
+            float,
+            (1, 16),
+            "Plain bytes to those stored in Redis: with --compress lossless as `status` tells, or "
+            "1.4 for bfloat16.",
+        ),
+    ] = 1.0,
     engine_bytes: Annotated[
         str,
         typer.Option(
@@ -163,12 +173,13 @@ def plan(
         disk_bytes=_sizes("--disk-size", disk_size),
         redis_bytes=redis_sizes,
         engine_bytes=parse_size(engine_bytes, "--engine-bytes"),
+        redis_ratio=redis_ratio,
         store_after=_counts("--store-after", store_after, 255),
     )
     rows = plan_rows(trace, grid, speeds, prices)
     less = stored_less(trace, rows, speeds, prices)
     notes = [*trace.notes] if less is None else [admission(*less), *trace.notes]
-    _show(paths, trace, notes, rows, _assumed(trace, speeds, prices), html, as_json)
+    _show(paths, trace, notes, rows, _assumed(trace, speeds, prices, redis_ratio), html, as_json)
 
 
 def _write(path: Path, text: Iterable[str], option: str) -> None:
@@ -295,11 +306,12 @@ def _table(title: str, rows: Sequence[PlanRow]) -> Any:
     return table
 
 
-def _assumed(trace: Trace, speeds: Speeds, prices: Prices) -> dict[str, str]:
+def _assumed(trace: Trace, speeds: Speeds, prices: Prices, redis_ratio: float) -> dict[str, str]:
     token_bytes = trace.layout.nbytes / trace.layout.block_tokens
     link = speeds.link_bytes_per_s / 1e6
+    packed = f", {redis_ratio:g} times smaller in Redis" if redis_ratio > 1 else ""
     return {
-        "KV": f"{token_bytes / 1024:.4g} KiB a token",
+        "KV": f"{token_bytes / 1024:.4g} KiB a token{packed}",
         "prefill": f"{1 / speeds.token_s:,.0f} tokens a second and replica",
         "link to Redis": f"{link:,.0f} MB/s, {math.ceil(speeds.latency_s * 1e3)} ms for a question",
         "disk": f"{speeds.disk_bytes_per_s / 1e6:,.0f} MB/s and replica",

@@ -25,6 +25,7 @@ _MOVED = (
     ("to engines", "retrieved_bytes"),
     ("from engines", "gathered_bytes"),
 )
+_WRITTEN = ("stored_bytes", "plain_bytes")
 # Without a terminal nothing is cut.
 _NO_EDGE = 10_000
 
@@ -201,8 +202,11 @@ def _moved(change: _CounterChange) -> list[str]:
     """Bytes from and to engines and each tier."""
     ways = [*_MOVED]
     for kind, _ in words.tiers_of(change.report):
+        grown = {name: change.counter(name) for name in map(kind.counter, _WRITTEN)}
+        found = words.packed(grown, kind)
+        less = f" ({words.percent(1 - found[0] / found[1])} saved)" if found else ""
         ways.append((f"from {kind.name}", kind.counter("loaded_bytes")))
-        ways.append((f"to {kind.name}", kind.counter("stored_bytes")))
+        ways.append((f"to {kind.name}{less}", kind.counter("stored_bytes")))
     return [f"{change.moved(change.counter(name))} {where}" for where, name in ways]
 
 

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, number, print_found
+from lmcache_redis.cli.options import AsJson, choice, number, print_found
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.settings import parse_size
 
@@ -38,6 +39,13 @@ KvCacheDtype = Annotated[
 ]
 
 
+class Compress(enum.Enum):
+    """The agents' setting."""
+
+    off = "off"
+    lossless = "lossless"
+
+
 def size(
     model: Annotated[
         str, typer.Argument(help=f"{MODEL_HELP}, or its config.json.", metavar="MODEL")
@@ -59,6 +67,9 @@ def size(
     chunk_size_tokens: Annotated[
         int, number("--chunk-size-tokens", int, (1, MOST_TOKENS), "The agents' option.")
     ] = 256,
+    compress: Annotated[
+        Compress, choice("--compress", Compress, "The agents' option: expected, not measured.")
+    ] = Compress.off,
     as_json: AsJson = False,
 ) -> None:
     """Show how much KV a model makes a token, how much of it fits, and how fast Redis must be.
@@ -69,10 +80,11 @@ def size(
 
       lmcache-redis size Qwen/Qwen3-8B
 
-      lmcache-redis size config.json --memory 256GiB --tp 8
+      lmcache-redis size config.json --memory 256GiB --tp 8 --compress lossless
     """
     from lmcache_redis.admin.sizes.configs import find_model
-    from lmcache_redis.admin.sizes.sizing import SizeOptions, size_json, size_lines, size_model
+    from lmcache_redis.admin.sizes.shown import size_json, size_lines
+    from lmcache_redis.admin.sizes.sizing import SizeOptions, size_model
 
     memory_bytes = parse_size(memory, "--memory")
     if memory_bytes < _LEAST_MEMORY_BYTES:
@@ -83,6 +95,7 @@ def size(
         state_dtype=mamba_ssm_cache_dtype,
         step_tokens=max_num_batched_tokens,
         chunk_size_tokens=chunk_size_tokens,
+        compress=compress is Compress.lossless,
         memory_bytes=memory_bytes,
         prompt_tokens=prompt_tokens,
         prefill_tokens_per_s=prefill_tokens_per_s,

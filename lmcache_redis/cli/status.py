@@ -100,6 +100,8 @@ def rows(report: _Report) -> Iterator[_Row]:
         for kind, _ in words.tiers_of(report)
     )
     yield "stored", f"{stored}; not stored: {_reasons(report, 'drop_')}", False
+    if saved := words.saved_of_redis(counters):
+        yield "packed", saved, False
     if not_compared := words.not_compared(report["canaries"]["every"], counters):
         yield "canaries", not_compared, False
     for number, text in enumerate(words.troubles(report)):

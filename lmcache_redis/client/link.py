@@ -269,10 +269,10 @@ class AgentLink:
             for frames in self._socket.received():
                 self._received(frames)
         if has_events:
-            if self._socket.connected():
-                self._greet()
-            else:
+            if not self._socket.connected():
                 self._go_offline("it closed the connection")
+            elif not self.online:  # else the last HELLO was answered before this was heard
+                self._greet()
         self._send_queued()
         now_s = time.monotonic()
         unsent_s = now_s - self._socket.sent_s
@@ -337,10 +337,10 @@ class AgentLink:
                 self._refused(answer.reason, of_this_link=answer.code == m.REFUSED)
 
     def _welcomed(self, welcome: m.Welcome) -> None:
+        if self.online:
+            return  # what is registered is known by the first one
         self.welcome = welcome
         self._news.answers()
-        if self.online:
-            return
         former, self.refusal = self.refusal, None
         self._patience.is_mapping = False
         self._set_online(True)

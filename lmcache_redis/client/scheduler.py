@@ -188,7 +188,9 @@ class SchedulerClient:
         if request_id in self._lookups:
             return
         hashes, chunk_tokens = tuple(hashes), self.chunk_size_tokens()
-        begun, self._begun = tuple(self._begun), {}
+        begun = tuple(self._begun)
+        if hashes:
+            self._begun = {}
         remote = self.ranks.remote()
         welcome = self.link.welcome
         before = tuple(before) if self.names_before else ()
@@ -209,10 +211,7 @@ class SchedulerClient:
             return 0
         if lookup.result is None:
             if lookup.call.wait(wait_s):
-                answer = lookup.call.answer
-                lookup.result = answer if isinstance(answer, m.LookupResult) else _MISS
-                if isinstance(answer, m.Failure):
-                    logger.warning("the lookup of request %s failed: %s", request_id, answer.reason)
+                lookup.result = self._believed(request_id, lookup)
             elif time.monotonic() >= lookup.deadline_s:
                 logger.warning("no answer to a lookup in time; computing request %s", request_id)
                 lookup.result = _MISS
@@ -220,6 +219,19 @@ class SchedulerClient:
             else:
                 return None
         return 0 if lookup.result.compare_only else lookup.pinned_tokens
+
+    def _believed(self, request_id: str, lookup: _AskedLookup) -> m.LookupResult:
+        """The answer to a lookup; a miss if there is none, or one that cannot be."""
+        answer = lookup.call.answer
+        if isinstance(answer, m.LookupResult) and 0 <= answer.hit_chunks <= len(lookup.hashes):
+            return answer
+        if isinstance(answer, m.Failure):
+            logger.warning("the lookup of request %s failed: %s", request_id, answer.reason)
+        elif answer is not None:
+            # An engine that loads more than its prompt has ends.
+            logger.error("the answer to the lookup of request %s cannot be: %s", request_id, answer)
+            self.link.submit(m.EndSession, request_id=request_id)
+        return _MISS
 
     def pinned_tokens(self, request_id: str) -> int:
         """As `hit_tokens`, and what may only be compared; 0 without a result."""

@@ -141,10 +141,11 @@ class RetrieveTransfer(BlockTransfer):
     @property
     def failed_chunks(self) -> Sequence[int]:
         """Indices of the operation's chunks that were not loaded."""
-        answer = self.call.answer
-        if not isinstance(answer, m.RetrieveResult):
-            return range(self.chunks)
-        return [index for index in answer.failed_chunks if index < self.chunks]
+        answer, chunks = self.call.answer, range(self.chunks)
+        # An answer that names what was not asked for is not of this operation.
+        if isinstance(answer, m.RetrieveResult) and all(n in chunks for n in answer.failed_chunks):
+            return answer.failed_chunks
+        return chunks
 
     @property
     def failed_blocks(self) -> set[int]:

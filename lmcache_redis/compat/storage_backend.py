@@ -6,9 +6,9 @@ objects and keys, any objects with the same attributes, and ObjectKeys too. The 
 `objects` hold: a limit in bytes, LRU eviction, checksums, deadlines. A server or a disk
 that fails raises nothing: a get is a miss, and a put stores nothing and says so.
 
-A setting is an attribute of any object. The file of seal keys, for which LMCache has no setting, is
-named by the environment, as for the commands. ConfigError names a setting that is wrong or not
-supported, and what it may be.
+A setting is an attribute of any object. For the file of seal keys and for compression LMCache has
+no setting: they are in the environment, as for the commands. ConfigError names a setting that is
+wrong or not supported, and what it may be.
 
 docs/reference/lmcache-names.md lists what differs. What LMCache stored (pickles, safetensors) is
 not read.
@@ -34,7 +34,7 @@ from lmcache_redis.compat.config import (
     LMCacheEngineMetadata,
     LMCacheMemPoolMetadata,
 )
-from lmcache_redis.config import SEAL_KEY_FILE_VARIABLE
+from lmcache_redis.config import COMPRESS_VARIABLE, SEAL_KEY_FILE_VARIABLE
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.objects import ChunkBackend
 from lmcache_redis.objects.storage import ChunkStorage, in_memory, in_redis, on_disk
@@ -89,7 +89,7 @@ def _redis_of(config: Any, _: Any) -> ChunkStorage:
     if serde not in _EXACT_SERDES:
         raise ConfigError(
             f'remote_serde is {serde!r}: set it to "torch", "safetensor", "fast" or None; chunks '
-            "are stored as they are, neither compressed nor quantized"
+            f"are never quantized, and {COMPRESS_VARIABLE}=lossless keeps them in fewer bytes"
         )
     if not isinstance(url, str):
         raise ConfigError(f"remote_url is {url!r}: set it to redis://HOST:PORT")
@@ -97,7 +97,8 @@ def _redis_of(config: Any, _: Any) -> ChunkStorage:
         name = quote(os.environ.get("REDIS_SERVICE_NAME", "mymaster"), safe="")
         url = f"redis+sentinel://{url.removeprefix(_SENTINELS)}/{name}"
     seal_keys = read_seal_keys(os.environ.get(SEAL_KEY_FILE_VARIABLE))
-    return in_redis(RedisOptions(url, seal_keys=seal_keys))
+    compress = os.environ.get(COMPRESS_VARIABLE) or None
+    return in_redis(RedisOptions(url, seal_keys=seal_keys), compress=compress)
 
 
 def _limit_bytes(settings: Any) -> int:
@@ -231,8 +232,8 @@ class LMCRemoteBackend(_Backend):
     config: remote_url, a URL of the data plane (redis://, rediss://, unix://, redis+sentinel://,
     redis+cluster://) or LMCache's redis-sentinel://HOST:PORT,..., whose master is named by the
     environment variable REDIS_SERVICE_NAME ("mymaster"); remote_serde: "torch", "safetensor",
-    "fast" or None, which all mean that bytes are stored as they are. metadata: not used, because a
-    key names its model and worker.
+    "fast" or None, which all mean that every bit is kept. metadata: not used, because a key names
+    its model and worker.
 
     Raises ConfigError for lm:// and for a serde that compresses.
     """

@@ -69,22 +69,15 @@ def export_kv_caches(
 def open_device(
     layouts: Sequence[KVLayout],
     storages: Sequence[StorageHandle],
-    allowed: str,
     signals: SharedMemoryHandle | None,
     gpus: Gpus,
 ) -> DeviceContext:
     """Map a worker's KV cache, which has a layout for each group.
 
     signals: the page of an engine on a GPU, see `device.signals`. gpus: those of this agent, which
-    workers share. Raises DeviceError if the memory cannot be mapped, or the device is not
-    ``allowed``.
+    workers share. Raises DeviceError if the memory cannot be mapped.
     """
     device = " and ".join(sorted({layout.device for layout in layouts}))
-    if allowed not in ("auto", device):
-        raise DeviceError(
-            f"the engine's KV cache is on {device}, and the agent was started with "
-            f"--device {allowed}"
-        )
     shared = [storage for storage in storages if isinstance(storage, SharedMemoryHandle)]
     cuda = [storage for storage in storages if not isinstance(storage, SharedMemoryHandle)]
     if device == "cpu" and not cuda:

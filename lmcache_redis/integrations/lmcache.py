@@ -191,7 +191,7 @@ class RedisL2Adapter(L2AdapterInterface):
         self._notify_keys_accessed(keys)
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Removes objects, as LMCache's eviction and quotas want; waits for `lookup_timeout_s`."""
+        """Removes objects, as LMCache's eviction and quotas want; waits as long as a lookup."""
         known = self._known(keys)
         removed = answered(partial(self._store.remove, [chunk for _, chunk in known]))
         gone = [keys[index] for (index, _), is_gone in zip(known, removed, strict=True) if is_gone]

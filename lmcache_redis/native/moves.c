@@ -105,31 +105,13 @@ static int send_rest(Call *call, int fd, struct iovec *parts, size_t count, size
     }
 }
 
-static uint64_t xxh3_of(const uint8_t *data, size_t nbytes)
-{
-    Xxh3 hash;
-    xxh3_begin(&hash);
-    return xxh3_end(&hash, data, nbytes);
-}
-
 /* ---- requests ---- */
-
-/* Write the checksums of payload and header into the header. Short payloads need another algorithm,
- * which only the caller has: it adds theirs and verifies them after a load. */
-static void add_checksums(uint8_t *header, const uint8_t *payload, size_t nbytes)
-{
-    const uint64_t of_payload = xxh3_of(payload, nbytes);
-    memcpy(header + PAYLOAD_CHECKSUM_AT, &of_payload, CHECKSUM_BYTES);
-    memset(header + OWN_CHECKSUM_AT, 0, CHECKSUM_BYTES);
-    const uint64_t own = xxh3_of(header, HEADER_BYTES);
-    memcpy(header + OWN_CHECKSUM_AT, &own, CHECKSUM_BYTES);
-}
 
 /* A GET is a command alone. */
 static int send_request(Call *call, const Task *task, Progress *progress)
 {
     if (!call->is_load && !progress->sent && task->payload.nbytes > XXH3_SHORT_BYTES) {
-        add_checksums(task->header.data, task->payload.data, task->payload.nbytes);
+        header_add_checksums(task->header.data, task->payload.data, task->payload.nbytes);
     }
     struct iovec parts[4] = {
         {task->command.data, task->command.nbytes},
@@ -207,40 +189,7 @@ static int receive_ok(Call *call, const Task *task, Progress *p)
                : ends(call, LINE, p->first, p->line - 2);
 }
 
-/* ---- values, and how they are judged ---- */
-
-/* Whether a header is the expected one: its own checksum, and every field known in advance. stored:
- * the bytes behind it; a payload of fewer than `nbytes` must be packed. */
-static bool is_expected(const uint8_t *header, const uint8_t *expected, size_t stored, size_t nbytes)
-{
-    uint8_t masked[HEADER_BYTES];
-    uint64_t own;
-    memcpy(masked, header, HEADER_BYTES);
-    memcpy(&own, masked + OWN_CHECKSUM_AT, CHECKSUM_BYTES);
-    memset(masked + OWN_CHECKSUM_AT, 0, CHECKSUM_BYTES);
-    if (own != xxh3_of(masked, HEADER_BYTES)) {
-        return false;
-    }
-    memset(masked + STORE_ID_AT, 0, STORE_ID_BYTES);
-    memset(masked + PAYLOAD_CHECKSUM_AT, 0, CHECKSUM_BYTES);
-    memset(masked + CREATED_AT, 0, CHECKSUM_BYTES);
-    memset(masked + PLAIN_CHECKSUM_AT, 0, METADATA_AT - PLAIN_CHECKSUM_AT);
-    if (expected[FLAGS_AT] & SEALED) {
-        memset(masked + SEAL_AT, 0, SEAL_BYTES);
-    }
-    if (stored < nbytes) {
-        const uint8_t element_bytes = masked[ELEMENT_BYTES_AT];
-        uint8_t form[PLAIN_CHECKSUM_AT - STORED_FORM_AT] = {PACKED, element_bytes};
-        const uint64_t stored_bytes = stored;
-        memcpy(form + STORED_BYTES_AT - STORED_FORM_AT, &stored_bytes, sizeof stored_bytes);
-        if ((element_bytes != 1 && element_bytes != 2 && element_bytes != 4) ||
-            memcmp(masked + STORED_FORM_AT, form, sizeof form)) {
-            return false;
-        }
-        memcpy(masked + STORED_FORM_AT, expected + STORED_FORM_AT, sizeof form);
-    }
-    return memcmp(masked, expected, HEADER_BYTES) == 0;
-}
+/* ---- values ---- */
 
 /* Receive the rest of a value whose payload begins at byte `start` of the reply. 0: it is complete. */
 static int receive_rest(Call *call, const Task *task, Progress *p, size_t start, uint8_t *into,
@@ -298,7 +247,7 @@ static bool begin_packed(Call *call, const Task *task, Progress *p, size_t store
     const uint8_t *header = p->first + p->line;
     const Bytes room = room_of(task, header);
     if (stored <= XXH3_SHORT_BYTES || stored >= nbytes || stored > room.nbytes ||
-        !is_expected(header, expected, stored, nbytes)) {
+        !header_is_expected(header, expected, stored, nbytes)) {
         return false;
     }
     /* `first` has the first bytes of the reply, and the slot those from `wanted` on, if any. */
@@ -322,6 +271,15 @@ static bool begin_packed(Call *call, const Task *task, Progress *p, size_t store
     return true;
 }
 
+/* Whether the payload is in its slot, and the one that was packed. */
+static bool unpack_whole(const Call *call, const Task *task, const uint8_t *header,
+                         const uint8_t *stored, size_t nbytes)
+{
+    const Bytes payload = task->payload;
+    return unpack(stored, nbytes, header[ELEMENT_BYTES_AT], payload.data, payload.nbytes) &&
+           (!call->verify || header_is_of_plain(header, payload.data, payload.nbytes));
+}
+
 static int receive_packed(Call *call, const Task *task, Progress *p)
 {
     const uint8_t *header = p->first + p->line;
@@ -337,8 +295,7 @@ static int receive_packed(Call *call, const Task *task, Progress *p)
     }
     const bool is_sealed = header[FLAGS_AT] & SEALED;
     if (!is_verified(call, p, header, into, stored) ||
-        (!is_sealed && !unpack(into, stored, header[ELEMENT_BYTES_AT], task->payload.data,
-                               task->payload.nbytes))) {
+        (!is_sealed && !unpack_whole(call, task, header, into, stored))) {
         return ends(call, MISMATCH, header, HEADER_BYTES);
     }
     memcpy(call->headers[call->done], header, HEADER_BYTES);
@@ -384,7 +341,7 @@ static int receive_other(Call *call, const Task *task, Progress *p)
     return p->first[0] == '-' ? ends(call, LINE, p->first, line) : NOTHING;
 }
 
-/* ---- values ---- */
+/* ---- whole values ---- */
 
 static int receive_value(Call *call, const Task *task, Progress *p)
 {
@@ -424,7 +381,7 @@ static int receive_value(Call *call, const Task *task, Progress *p)
     if (result) {
         return result;
     }
-    if (!is_expected(header, expected + head, nbytes, nbytes) ||
+    if (!header_is_expected(header, expected + head, nbytes, nbytes) ||
         !is_verified(call, p, header, payload, nbytes)) {
         return ends(call, MISMATCH, header, HEADER_BYTES);
     }

@@ -7,26 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "header.h"
 #include "xxh3.h"
-
-/* The header of a stripe (all of it: chunks/frame.py). A reader does not know these fields in advance. */
-#define HEADER_BYTES 640
-#define STORE_ID_AT 8
-#define STORE_ID_BYTES 16
-#define FLAGS_AT 28
-#define SEALED 1 /* in the first byte of the flags: the payload is encrypted */
-#define PAYLOAD_CHECKSUM_AT 56
-#define CREATED_AT 160
-#define OWN_CHECKSUM_AT 168
-#define CHECKSUM_BYTES 8
-#define STORED_FORM_AT 176 /* codec u8, element bytes u8, zeros, stored bytes u64 */
-#define PACKED 1           /* the codec; 0: plain */
-#define ELEMENT_BYTES_AT 177
-#define STORED_BYTES_AT 184
-#define PLAIN_CHECKSUM_AT 192 /* and the tenant */
-#define METADATA_AT 208
-#define SEAL_AT 592
-#define SEAL_BYTES 48
 
 #define MOST_LANES 64
 #define MOST_TASKS 256

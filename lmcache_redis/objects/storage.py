@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 
 from lmcache_redis.cache.cache import Cache
@@ -91,6 +91,7 @@ def in_redis(
     deadline_s: float = 5.0,
     slot_bytes: int = DEFAULT_SLOT_BYTES,
     layout: bytes | None = None,
+    compress: str | None = None,
 ) -> ChunkStorage:
     """Redis or Valkey: one server, a Sentinel's master, or a cluster.
 
@@ -102,7 +103,8 @@ def in_redis(
     redis: a URL, or options with one. slot_bytes: the largest payload of a stripe that is written;
     stripes of any size are read. layout: the fingerprint (32 bytes) of an engine's KV cache, to
     share the chunks of its agents. Agents can read a chunk put here if its shape, dtype and format
-    (MemoryFormat.PAGES) are those of their own chunks, and slot_bytes is theirs.
+    (MemoryFormat.PAGES) are those of their own chunks, and slot_bytes is theirs. compress: "off" or
+    "lossless", instead of the options' own.
 
     Raises ConfigError if a number is invalid, or when it is opened: if the URL names no server.
     """
@@ -113,6 +115,8 @@ def in_redis(
     if slot_bytes < 64:
         raise ConfigError("slot_bytes is at least 64")
     options = RedisOptions(redis) if isinstance(redis, str) else redis
+    if compress is not None:
+        options = replace(options, compress=compress)
 
     def open_tier() -> Backing:
         plane = RedisPlane(options)

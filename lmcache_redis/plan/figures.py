@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from typing import NamedTuple
 
@@ -31,7 +31,10 @@ class Prices:
 
 @dataclass(frozen=True)
 class Grid:
-    """What is tried, each with each. Bytes of pool, disk and engine are those of a replica."""
+    """What is tried, each with each. Bytes of pool, disk and engine are those of a replica.
+
+    redis_ratio: as of a `Capacity`.
+    """
 
     replicas: Sequence[int]
     chunk_tokens: Sequence[int]
@@ -39,6 +42,7 @@ class Grid:
     disk_bytes: Sequence[int]
     redis_bytes: Sequence[int]
     engine_bytes: int = 0
+    redis_ratio: float = 1.0
     store_after: Sequence[int] = (1,)
 
 
@@ -47,10 +51,10 @@ class PlanRow(NamedTuple):
 
     hit_rate: of the prompt tokens that the engine's own cache did not have, those loaded; also by
     tier. slower_tokens: found, and not loaded because computing them was faster. stored_bytes: to
-    Redis. gpu_s_saved: to compute the hits. prefill_s_saved: that less the time for which free
-    engines waited for loads. first_token_s_saved: of an average request. busy_share: of the time,
-    replicas still compute prompts; above 1 there are too few. link_*: of the link to Redis, loads
-    and stores. None: the trace has no times.
+    Redis, as they lie there. gpu_s_saved: to compute the hits. prefill_s_saved: that less the time
+    for which free engines waited for loads. first_token_s_saved: of an average request. busy_share:
+    of the time, replicas still compute prompts; above 1 there are too few. link_*: of the link to
+    Redis, loads and stores. None: the trace has no times.
     """
 
     replicas: int
@@ -59,6 +63,7 @@ class PlanRow(NamedTuple):
     disk_bytes: int
     redis_bytes: int
     engine_bytes: int
+    redis_ratio: float
     store_after: int
     requests: int
     prompt_tokens: int
@@ -94,7 +99,7 @@ def plan_rows(trace: Trace, grid: Grid, speeds: Speeds, prices: Prices) -> list[
         replay = Replay(trace.in_chunks(chunk_tokens), replicas)
         tiers = grid.store_after, grid.redis_bytes, grid.disk_bytes, grid.pool_bytes
         for store_after, redis, disk, pool in product(*tiers):
-            sizes = Capacity(pool, disk, redis, grid.engine_bytes)
+            sizes = Capacity(pool, disk, redis, grid.engine_bytes, grid.redis_ratio)
             rows.append(_row(replay, sizes, store_after, speeds, prices))
     return rows
 
@@ -103,7 +108,9 @@ def _row(
     replay: Replay, sizes: Capacity, store_after: int, speeds: Speeds, prices: Prices
 ) -> PlanRow:
     trace, found = replay.trace, replay.find(sizes, store_after)
-    loads = decide(replay, found, speeds)
+    # The link carries so many plain bytes.
+    plain_per_s = speeds.link_bytes_per_s * sizes.redis_ratio
+    loads = decide(replay, found, replace(speeds, link_bytes_per_s=plain_per_s))
     chunk_tokens = trace.layout.block_tokens
     asked_tokens = int(trace.tokens.sum() - found.begin.sum() * chunk_tokens)
     hit_tokens = int((loads.end - found.begin).sum()) * chunk_tokens
@@ -121,7 +128,7 @@ def _row(
     if trace.duration_s:
         busy_s = (asked_tokens - hit_tokens) * speeds.token_s
         busy = busy_s / (trace.duration_s * replay.replicas)
-        mean, peak = _link(trace, found, loads)
+        mean, peak = (each / sizes.redis_ratio for each in _link(trace, found, loads))
         gpu_dollars = _MONTH_S / trace.duration_s * gpu_s * prices.gpu_hour / 3600
     return PlanRow(
         replicas=replay.replicas,
@@ -137,7 +144,7 @@ def _row(
         hit_rate_disk=rates[1],
         hit_rate_redis=rates[2],
         slower_tokens=int((found.end - loads.end).sum()) * chunk_tokens,
-        stored_bytes=int(found.written.sum()) * trace.layout.nbytes,
+        stored_bytes=int(found.written.sum() * trace.layout.nbytes / sizes.redis_ratio),
         gpu_s_saved=gpu_s,
         prefill_s_saved=prefill_s,
         first_token_s_saved=prefill_s / max(1, int((trace.tokens > 0).sum())),
@@ -159,13 +166,13 @@ def stored_less(
     row = best_row([each for each in rows if each.redis_bytes])
     if row is None or any(each.store_after > 1 for each in rows):
         return None
-    sizes = Capacity(row.pool_bytes, row.disk_bytes, row.redis_bytes, row.engine_bytes)
+    sizes = Capacity(*(getattr(row, each.name) for each in fields(Capacity)))
     replay = Replay(trace.in_chunks(row.chunk_size_tokens), row.replicas)
     return row, _row(replay, sizes, 2, speeds, prices)
 
 
 def _link(trace: Trace, found: Prefixes, loads: Loads) -> tuple[float, float]:
-    """Bytes a second between agents and Redis: on average, and in the busiest part."""
+    """Plain bytes a second between agents and Redis: on average, and in the busiest part."""
     stored = np.bincount(trace.request_of[found.written], minlength=len(trace))
     moved = loads.redis_bytes + stored * trace.layout.nbytes
     part_s = max(1.0, trace.duration_s / _PARTS)

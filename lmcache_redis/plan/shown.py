@@ -191,6 +191,7 @@ def _by_pool(rows: Sequence[PlanRow], value: Callable[[PlanRow], float | None]) 
             f"disk {gib(row.disk_bytes)} GiB",
             f"{row.replicas} replicas",
             f"chunks of {row.chunk_size_tokens}",
+            f"stored after {row.store_after}",
         )
         if (y := value(row)) is not None:
             lines.setdefault(names, []).append((row.pool_bytes / _GIB, y))

@@ -36,12 +36,16 @@ NEVER = np.iinfo(np.int64).max  # the distance of a first access
 
 @dataclass(frozen=True)
 class Capacity:
-    """Bytes of each tier: of pool, disk and the engine's own cache those of one replica."""
+    """Bytes of each tier: of pool, disk and the engine's own cache those of one replica.
+
+    redis_ratio: of plain bytes to those that are stored in Redis and sent.
+    """
 
     pool_bytes: int
     disk_bytes: int = 0
     redis_bytes: int = 0
     engine_bytes: int = 0
+    redis_ratio: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Replay:
         """Which prefix of each request is where. store_after: as the agent's."""
         layout = self.trace.layout
         shared, own, stored = self._stored_after(store_after)
-        in_redis = shared <= sizes.redis_bytes // layout.nbytes
+        in_redis = shared <= int(sizes.redis_bytes * sizes.redis_ratio) // layout.nbytes
         places = np.full(len(self.trace.ids), NOWHERE, np.int8)
         places[in_redis] = TIERS.index("redis")
         places[own <= sizes.disk_bytes // layout.pool_bytes] = TIERS.index("disk")

@@ -10,7 +10,8 @@ deadlines, and can redirect the rest of a reply to other memory between two call
 
 A load expects the length of a plain value, and receives it in the slot. A value with fewer bytes
 counts if its header says that it is packed: the stored bytes are received in the room that comes
-with the stripe, verified, and unpacked into the slot. Sealed ones are left in the slot.
+with the stripe, verified, and unpacked into the slot, and the payload is verified if the header has
+its checksum. Sealed ones are left in the slot.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import enum
 import errno
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -31,12 +32,16 @@ from lmcache_redis.chunks.frame import (
     STORE_ID,
     add_checksums,
     is_expected,
+    plain_checksum,
     stored_form,
 )
 from lmcache_redis.chunks.packing import unpack
 from lmcache_redis.errors import RedisError, RedisLost, RedisProtocolError, RedisTimeout
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import CRLF, error_of, error_reply, parse_length
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 # A call returns after this much silence: the caller has deadlines to keep, and idle lanes for new
 # stripes.
@@ -283,9 +288,17 @@ class _Progress:
         if verify and not _is_undamaged(header, room):
             return End.MISMATCH, 0, header
         is_sealed = header[FLAGS_AT] & SEALED
-        if not is_sealed and not unpack(room, stored_form(header)[1], task[2]):
+        if not is_sealed and not unpacked(header, room, task[2], verify):
             return End.MISMATCH, 0, header
         return _result(header)
+
+
+def unpacked(header: bytes, stored: Buffer, payload: Buffer, verify: bool = True) -> bool:
+    """Bring a packed payload back. False if it is none, or not the one that was packed."""
+    if not unpack(stored, stored_form(header)[1], payload):
+        return False
+    expected = plain_checksum(header) if verify else 0
+    return not expected or expected == xxh3_64_intdigest(payload)
 
 
 def _room(task: Request, header: bytes) -> memoryview:

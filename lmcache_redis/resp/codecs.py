@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -27,6 +27,7 @@ from lmcache_redis.chunks.frame import (
     HEADER_BYTES,
     MAGIC,
     STORE_ID,
+    TENANT_BYTES,
     ChunkFrame,
     HeaderCheck,
     Verdict,
@@ -37,9 +38,12 @@ from lmcache_redis.chunks.frame import (
 )
 from lmcache_redis.chunks.metadata import ENCODED_FORMATS
 from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.resp.bulk import MOST_TASKS, SHORT_BYTES, End, StripeFailure
+from lmcache_redis.resp.bulk import MOST_TASKS, SHORT_BYTES, End, StripeFailure, unpacked
 from lmcache_redis.seal import Opened, SealKeys
 from lmcache_redis.tiers import ChunkIO, ReadOutcome
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 # What was found for a stripe: the id of its store if it is good, else what the load ends with.
 Found = ReadOutcome | bytes
@@ -60,10 +64,18 @@ class StripeIO(NamedTuple):
     frame: ChunkFrame
     stripe_index: int
     payload: memoryview
+    tenant: bytes = b""
 
     @classmethod
     def of(cls, chunk: ChunkIO, index: int) -> StripeIO:
-        return cls(stripe_key(chunk.key, index), chunk.frame, index, chunk.slots[index])
+        key = stripe_key(chunk.key, index)
+        return cls(key, chunk.frame, index, chunk.slots[index], chunk.tenant)
+
+    def header(self, store_id: bytes, created_unix_ms: int, is_sealed: bool) -> bytearray:
+        """That of a plain payload, without checksums and seal."""
+        tenant = self.tenant or bytes(TENANT_BYTES)
+        bare = self.frame.bare_header
+        return bytearray(bare(self.stripe_index, store_id, created_unix_ms, is_sealed, tenant))
 
 
 class Rooms:
@@ -96,11 +108,13 @@ class Codec(ABC):
 
     def _pack(self, stripe: StripeIO, header: bytearray) -> memoryview:
         """What is to be stored of a payload, and that in the header."""
-        element_bytes = element_bytes_of(stripe.frame.metadata) if self._packs else 0
-        if element_bytes:
+        if self._packs and (sizes := elements_of(stripe.frame.metadata)):
             room = self._packed.next(stripe.payload.nbytes)
-            if used := packing.pack(stripe.payload, element_bytes, room):
-                mark_packed(header, element_bytes, used)
+            element_bytes, used = pack(stripe.payload, sizes, room)
+            if used:
+                # Of what is encrypted it would tell something; and the tag is a better one.
+                checksum = 0 if self.is_sealed else xxh3_64_intdigest(stripe.payload)
+                mark_packed(header, element_bytes, used, checksum)
                 return room[:used]
         return stripe.payload
 
@@ -183,7 +197,7 @@ class Plain(Codec):
     def pack(
         self, stripe: StripeIO, store_id: bytes, created_unix_ms: int
     ) -> tuple[bytearray, memoryview]:
-        header = bytearray(stripe.frame.bare_header(stripe.stripe_index, store_id, created_unix_ms))
+        header = stripe.header(store_id, created_unix_ms, False)
         return _hashed(header, self._pack(stripe, header))
 
     def unpack(self, stripe: StripeIO, header: bytes) -> Found:
@@ -196,7 +210,7 @@ class Plain(Codec):
             return ReadOutcome.CORRUPT
         if not check.element_bytes:
             stripe.payload[:] = stored
-        elif not packing.unpack(stored, check.element_bytes, stripe.payload):
+        elif not unpacked(header, stored, stripe.payload):
             return ReadOutcome.CORRUPT
         return check.store_id
 
@@ -227,9 +241,7 @@ class Sealed(Codec):
     def pack(
         self, stripe: StripeIO, store_id: bytes, created_unix_ms: int
     ) -> tuple[bytearray, memoryview]:
-        header = bytearray(
-            stripe.frame.bare_header(stripe.stripe_index, store_id, created_unix_ms, True)
-        )
+        header = stripe.header(store_id, created_unix_ms, True)
         stored = self._pack(stripe, header)
         room = self._sealed.next(stripe.payload.nbytes)
         return _hashed(header, self._keys.seal(stripe.key, header, stored, room))
@@ -241,7 +253,7 @@ class Sealed(Codec):
         if outcome is None and element_bytes:
             room = self._received.next(stored_bytes)
             room[:] = stored
-            if not packing.unpack(room, element_bytes, stripe.payload):
+            if not unpacked(header, room, stripe.payload):
                 outcome = ReadOutcome.CORRUPT
         return outcome or header[STORE_ID]
 
@@ -262,15 +274,28 @@ def codec_of(keys: SealKeys | None, packs: bool = False) -> Codec:
 
 
 @functools.lru_cache(maxsize=1024)
-def element_bytes_of(metadata: bytes) -> int:
-    """The bytes of each number of a chunk; 0: they differ, or have no exponents.
+def elements_of(metadata: bytes) -> tuple[int, ...]:
+    """The bytes that the numbers of a chunk may have; none: they differ, or have no exponents.
 
-    Pages that are stored as bytes mostly have numbers of two: a sample says whether that is so.
+    Pages that are stored as bytes are vLLM's of fp8, or mostly have numbers of two bytes.
     """
     described = parsed_metadata(metadata)
-    sizes = packing.ELEMENT_BYTES | {"uint8": 2}
-    found = {sizes.get(name, 0) for name in described.dtype_names}
-    return found.pop() if len(found) == 1 and described.fmt not in ENCODED_FORMATS else 0
+    names = {*described.dtype_names}
+    sizes = {packing.ELEMENT_BYTES.get(name, 0) for name in names - {"uint8"}}
+    if not names or 0 in sizes or len(sizes) > 1 or described.fmt in ENCODED_FORMATS:
+        return ()
+    return (*sizes,) or (1, 2)
+
+
+def pack(payload: Buffer, sizes: tuple[int, ...], into: memoryview) -> tuple[int, int]:
+    """The first of these sizes of numbers with which packing pays, and the bytes used; 0: none.
+
+    Numbers of more bytes have noise in most of them: as single bytes they are refused.
+    """
+    for element_bytes in sizes:
+        if used := packing.pack(payload, element_bytes, into):
+            return element_bytes, used
+    return 0, 0
 
 
 def _hashed(header: bytearray, stored: memoryview) -> tuple[bytearray, memoryview]:

@@ -99,8 +99,8 @@ class DataNode(DataServer):
         self.reads = _WorkerQueue(self)
         self._nodes = nodes
         self.control = Controller(self)
-        readers = _shares(options.get_connections, shards, options.network_threads)
-        writers = _shares(options.set_connections, shards, options.network_threads)
+        readers = _shares(options.connections, shards, options.network_threads)
+        writers = _shares(options.connections, shards, options.network_threads)
         self._writes = [_WorkerQueue(self) for _ in writers]
         for number, count in enumerate(readers):
             loads = BulkWorker(f"get-{number}", self, self.reads, count, Gets(self))

@@ -28,9 +28,8 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode
 
 from lmcache_redis.config import (
-    DEFAULT_GET_CONNECTIONS,
+    DEFAULT_CONNECTIONS,
     DEFAULT_NETWORK_THREADS,
-    DEFAULT_SET_CONNECTIONS,
     AgentConfig,
     TierSettings,
     check_redis,
@@ -68,13 +67,13 @@ class RedisOptions:
     the URL. password_file: contains the password, and is read at each connect; `password` precedes
     it. credential_provider: one of redis-py, instead of user and password; asked at each connect,
     on any thread of the plane. sentinel_password: of Sentinels, overrides that of the URL.
-    get_connections, set_connections: connections for stripes, of a
-    server or, divided, of all shards of a cluster. network_threads: threads for each of the two;
-    more than one is for servers that are faster than a thread. connect_timeout_s: for name look-up,
-    connect and TLS handshake together. op_timeout_s: for a request and all of its reply; deadlines
-    of operations shorten it. probe_interval_s: between two probes of a server that is down.
-    heartbeat_s: between two PINGs to a server that is up. ttl_s: seconds until a stored chunk
-    expires (0: never), with ttl_refresh counted from its last load. seal_keys: values are sealed
+    connections: for loads, and as many for stores, of a server or, divided, of all shards of a
+    cluster. network_threads: threads for each of the two; more than one is for servers that are
+    faster than a thread. connect_timeout_s: for name look-up, connect and TLS handshake together.
+    op_timeout_s: for a request and all of its reply; deadlines of operations shorten it.
+    probe_interval_s: between two probes of a server that is down. heartbeat_s: between two PINGs to
+    a server that is up. ttl_s: seconds until a stored chunk expires (0: never), with ttl_refresh
+    counted from its last load. seal_keys: values are sealed
     with the first, and only sealed values are loaded. compress: "lossless" packs payloads that are
     stored, see `codecs`. verify_checksums: False loads damaged values
     as good; only to measure the cost of checksums. Raises ConfigError for impossible values;
@@ -88,8 +87,7 @@ class RedisOptions:
     password_file: str | None = field(default=None, repr=False)
     credential_provider: Credentials | None = field(default=None, repr=False)
     sentinel_password: str | None = field(default=None, repr=False)
-    get_connections: int = DEFAULT_GET_CONNECTIONS
-    set_connections: int = DEFAULT_SET_CONNECTIONS
+    connections: int = DEFAULT_CONNECTIONS
     network_threads: int = DEFAULT_NETWORK_THREADS
     connect_timeout_s: float = 1.0
     op_timeout_s: float = 1.0
@@ -127,8 +125,7 @@ class RedisOptions:
         return RedisOptions.of_settings(
             config,
             url,
-            get_connections=config.get_connections,
-            set_connections=config.set_connections,
+            connections=config.connections,
             network_threads=config.network_threads,
             op_timeout_s=config.op_timeout_s,
             ttl_s=config.ttl_s,

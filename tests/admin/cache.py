@@ -8,12 +8,15 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.admin.names import ChunkName
-from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, add_checksums
+from lmcache_redis.admin.server import open_server
+from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, add_checksums, mark_packed
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.resp import RedisOptions
 from lmcache_redis.seal import SealKeys
 from tests.servers import RedisServer
 
@@ -23,7 +26,10 @@ PAYLOAD_BYTES = 4096
 
 @dataclass(frozen=True)
 class Cached:
-    """A chunk of `stripe_count` stripes of 4 KiB, the last one of 100 bytes."""
+    """A chunk of `stripe_count` stripes of 4 KiB, the last one of 100 bytes.
+
+    packed_bytes: what those of 4 KiB are said to be packed in.
+    """
 
     number: int = 0
     model: str = "org/model"
@@ -34,6 +40,8 @@ class Cached:
     stripe_count: int = 3
     raw_namespace: bool = False
     sealed_with: SealKeys | None = None
+    packed_bytes: int = 0
+    tenant: bytes = bytes(8)
     store: int = 0
     stored_unix_ms: int = STORED_UNIX_MS
 
@@ -78,8 +86,12 @@ class Cached:
         store_id = self.store.to_bytes(16, "big")
         if self.sealed_with is not None:
             return self._sealed(self.sealed_with, frame, index, store_id, payload)
-        checksum = xxh3_64_intdigest(payload)
-        header = frame.header(index, store_id, checksum, self.stored_unix_ms)
+        header = bytearray(frame.bare_header(index, store_id, self.stored_unix_ms))
+        if 0 < self.packed_bytes < nbytes:
+            payload = payload[: self.packed_bytes]
+            mark_packed(header, 2, len(payload))
+        header[200:208] = self.tenant
+        add_checksums(header, xxh3_64_intdigest(payload))
         return bytes(header) + payload
 
     def _sealed(
@@ -106,3 +118,10 @@ def everything(server: RedisServer) -> dict[bytes, bytes]:
     """All keys of the server and what they hold, of whatever type."""
     with server.client() as client:
         return {key: client.dump(key) for key in client.scan_iter(count=1000)}
+
+
+def refused(options: RedisOptions, error: type[Exception], match: str = ".") -> str:
+    """What tools say where they cannot be let in."""
+    with pytest.raises(error, match=match) as caught, open_server(options):
+        pass
+    return str(caught.value)

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from lmcache_redis import __version__ as version
+from lmcache_redis.admin.doctor import diagnose
+from lmcache_redis.admin.facts import Need
 from lmcache_redis.admin.inspect import Summary, summarise
 from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
 from lmcache_redis.admin.server import PrimaryServers, open_server
@@ -37,6 +41,49 @@ def agent(own_server: RedisServer, tmp_path: Path) -> Iterator[AgentServer]:
 
 def held(server: PrimaryServers) -> Summary:
     return summarise(server, PREFIX.encode(), everything=True, verify=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "compress", "sealed", "said"),
+    [
+        ("numbers", "off", False, True),
+        ("numbers", "lossless", False, False),
+        ("noise", "off", False, False),
+        ("numbers", "off", True, False),
+        ("nothing", "off", False, False),
+    ],
+)
+def test_doctor_says_what_packing_would_save(
+    own_server: RedisServer, tmp_path: Path, content: str, compress: str, sealed: bool, said: bool
+) -> None:
+    settings = {"compress": compress}
+    if sealed:
+        (keys := tmp_path / "keys").write_text("11" * 32 + "\n")
+        keys.chmod(0o600)
+        settings["seal_key_file"] = str(keys)
+    with (
+        AgentServer(tmp_path / "agent", own_server.unix_url, **settings) as agent,
+        Engine(agent.endpoint, dtype=torch.bfloat16, width=256) as engine,
+        open_server(RedisOptions(own_server.unix_url)) as server,
+    ):
+        for cache in engine.caches[0].values():
+            noise = torch.randint(-(1 << 15), 1 << 15, cache.shape, dtype=torch.int16)
+            cache.copy_(
+                torch.randn(cache.shape) if content == "numbers" else noise.view(cache.dtype)
+            )
+        if content != "nothing":
+            engine.store("r", block_hashes("prompt", 8), range(8))
+            agent.wait_idle()
+        status = agent.status()
+        found = diagnose(server, b"", Need(), bandwidth=False, report=status).findings
+        hints = [each.seen for each in found if each.topic == "compression"]
+        assert len(hints) == said
+        assert not said or re.fullmatch(
+            r"off; a stripe of test/model would have (2[5-9]|3\d)% fewer bytes", hints[0]
+        )
+        del status["redis"]["compress"]  # an older agent's
+        found = diagnose(server, b"", Need(), bandwidth=False, report=status).findings
+        assert "compression" not in {each.topic for each in found}
 
 
 def test_beside_an_agent(own_server: RedisServer, agent: AgentServer) -> None:

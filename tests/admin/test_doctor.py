@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -19,13 +18,12 @@ from lmcache_redis.admin.doctor import (
     probe_keys,
 )
 from lmcache_redis.admin.facts import Facts, Need
-from lmcache_redis.admin.names import parse_name
 from lmcache_redis.admin.report import diagnosis_lines
-from lmcache_redis.admin.rules import Finding, Severity, judge
+from lmcache_redis.admin.rules import Severity, judge
 from lmcache_redis.admin.server import Primary, PrimaryServers, open_server
 from lmcache_redis.admin.sizes.sizing import SizeOptions, size_model
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
-from lmcache_redis.errors import FormatError, RedisFull, RedisUnavailable
+from lmcache_redis.errors import RedisFull, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
 from tests.acl import PASSWORD, documented_url
 from tests.admin.cache import Cached, everything
@@ -98,12 +96,6 @@ def test_probes_expire_by_themselves(
     assert all(0 < client.ttl(key) <= doctor.EXPIRES_S for key in keys)
 
 
-def test_probes_name_no_chunk() -> None:
-    for key in probe_keys(b"p:"):
-        with pytest.raises(FormatError):
-            parse_name(key, b"p:")
-
-
 def test_probes_are_on_the_node_that_is_measured() -> None:
     keys = probe_keys(b"p:", lambda key: key[-1] in b"0")
     assert len(set(keys)) == doctor.STRIPES
@@ -149,13 +141,6 @@ def test_several_servers_are_told_apart() -> None:
         assert own == [finding.topic for finding in judge(each)]
     text = "\n".join(diagnosis_lines(Diagnosis(tuple(facts), findings)))
     assert "CRITICAL  b: role: the server is a slave" in text
-
-
-@pytest.mark.parametrize("severity", list(Severity))
-def test_the_exit_status(severity: Severity) -> None:
-    finding = Finding(severity, "topic", "seen")
-    diagnosis = Diagnosis((), (dataclasses.replace(finding, severity=Severity.OK), finding))
-    assert diagnosis.exit_status == (1 if severity <= Severity.WARNING else 0)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -152,7 +152,9 @@ def test_verify_unpacks(server: PrimaryServers, client: Any, keys: SealKeys | No
         assert report_on(server, chunk.keys[1]).verdict is ChunkVerdict.COMPLETE
         report = report_on(server, chunk.keys[1], verify=True, keys=keys)
         assert report.verdict is (ChunkVerdict.COMPLETE if good else ChunkVerdict.BROKEN)
-        assert ("cannot be unpacked" in "\n".join(chunk_lines(report))) is not good
+        assert (
+            "what is packed in it is not the payload" in "\n".join(chunk_lines(report))
+        ) is not good
 
 
 def test_a_sealed_chunk(server: PrimaryServers, client: Any) -> None:
@@ -241,7 +243,7 @@ def test_a_summary(server: PrimaryServers, client: Any, redis_server: RedisServe
         assert (first.incomplete, first.without_stripe_0) == (2, 1)
         lost = [Cached(0).value(0), Cached(1).value(1), Cached(1).value(2)]
         value_bytes = 8 * Cached().value_bytes - sum(map(len, lost))
-        assert first.value_bytes == value_bytes
+        assert first.sizes == (value_bytes, value_bytes)
         assert max(first.idle_s) >= 5000
         assert (second.chunks, second.incomplete) == (1, 0)
         assert summary.survey.whole
@@ -259,9 +261,46 @@ def test_a_summary_verified(server: PrimaryServers, client: Any) -> None:
     assert [group.damaged for group in summary.groups] == [2]
 
 
-def test_a_summary_of_nothing(server: PrimaryServers) -> None:
-    summary = summarise(server, b"", everything=False, verify=False)
-    assert list(summary_lines(summary)) == ["no chunks are here"]
+def test_a_summary_of_packed_chunks(server: PrimaryServers, client: Any) -> None:
+    """One chunk is taken for all, unless all are read: another one is not packed."""
+    for number in range(4):
+        Cached(number, packed_bytes=1000 if number else 0).put(client)
+    for key in Cached(0).keys:
+        age(client, key, 5000)
+    plain, stored = Cached().value_bytes, Cached().value_bytes - 2 * 3096
+    (group,) = (found := summarise(server, b"", everything=True, verify=False)).groups
+    assert group.sizes.plain == 4 * plain
+    assert group.sizes.stored == pytest.approx(4 * stored, abs=4)
+    assert "about 15.7 KiB (plain 39.9 KiB)" in "\n".join(summary_lines(found))
+    (group,) = (found := summarise(server, b"", everything=True, verify=True)).groups
+    assert group.sizes == (3 * stored + plain, 4 * plain)
+    assert " 21.8 KiB (plain 39.9 KiB)" in "\n".join(summary_lines(found))
+    (shown,) = as_json(found)["groups"]
+    assert (shown["value_bytes"], shown["plain_bytes"]) == (3 * stored + plain, 4 * plain)
+
+
+def test_a_packed_chunk(server: PrimaryServers, client: Any) -> None:
+    (chunk := Cached(3, packed_bytes=1000)).put(client)
+    report = report_on(server, chunk.keys[0])
+    sizes = (chunk.value_bytes - 2 * 3096, chunk.value_bytes)
+    assert report.sizes == sizes
+    text = "\n".join(chunk_lines(report))
+    assert "size       8.1 KiB as PAGES; packed, in Redis 3.9 KiB (plain 10.0 KiB)" in text
+    shown = as_json(report)
+    assert (shown["value_bytes"], shown["plain_bytes"]) == sizes
+    assert [each["payload_bytes"] for each in shown["stripes"]] == [4096, 4096, 100]
+
+
+def test_who_stored_a_chunk_is_said(server: PrimaryServers, client: Any) -> None:
+    for number, tenant in enumerate((bytes(8), b"\x01" * 8)):
+        chunk = Cached(number, tenant=tenant)
+        chunk.put(client)
+        report = report_on(server, chunk.keys[1])
+        assert report.verdict is ChunkVerdict.COMPLETE
+        is_known = any(tenant)
+        said = "tenant     0101010101010101, a digest of its name" in [*chunk_lines(report)]
+        assert said is is_known
+        assert as_json(report)["tenant"] == (tenant.hex() if is_known else None)
 
 
 def test_under_lfu_no_idle_times_are_told(own_server: RedisServer) -> None:

@@ -15,7 +15,8 @@ import pytest
 
 from lmcache_redis.admin.node import NodeFacts, Process, judge_node, read_process, shm_of
 from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Severity
-from lmcache_redis.chunks.frame import ChunkFrame, describe_header, stripe_payload_bytes
+from lmcache_redis.chunks.cutting import stripe_payload_bytes
+from lmcache_redis.chunks.frame import ChunkFrame, describe_header
 from lmcache_redis.chunks.names import opaque_pages
 from tests.harness import wait_until
 
@@ -70,6 +71,14 @@ def stored(*chunk_bytes: int, slot_bytes: int = 1 << 20) -> NodeFacts:
         header = frame.header(0, bytes(16), 0, 0)
         headers.append(("org/model", describe_header(header)))
     return replace(WELL, stored=tuple(headers))
+
+
+def test_what_packing_would_save_is_said_if_it_is_much() -> None:
+    found = replace(WELL, savings={"org/model": 0.29, "other": 0.06, "noise": 0.0})
+    (hint,) = [each for each in judge_node(found) if each.topic == "compression"]
+    assert hint.severity is HINT
+    assert hint.seen == "off; a stripe of org/model would have 29% fewer bytes"
+    assert "--compress lossless" in hint.change[0]
 
 
 def test_a_node_as_it_should_be() -> None:

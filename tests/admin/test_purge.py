@@ -12,6 +12,7 @@ import pytest
 
 from lmcache_redis.admin.names import read_layout
 from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove, steps_of
+from lmcache_redis.admin.report import plan_lines, removal_lines
 from lmcache_redis.admin.server import Primary, PrimaryServers, open_server
 from lmcache_redis.admin.stripes import SeenChunk
 from lmcache_redis.errors import ConfigError, RedisAuthError
@@ -49,7 +50,7 @@ def test_a_model_goes_and_the_others_stay(
     result = purge(server, of_model("org/model"))
     assert everything(redis_server) == before
     assert (result.chunks, result.stripes) == (6, 18)
-    assert result.value_bytes == sum(chunk.value_bytes for chunk in gone)
+    assert result.sizes == (sum(chunk.value_bytes for chunk in gone),) * 2
     assert not result.left
     assert result.seconds > 0
 
@@ -229,29 +230,24 @@ def test_remains_without_stripe_0_go_too(server: PrimaryServers, client: Any) ->
     assert client.dbsize() == 0
 
 
-def test_a_plan_says_how_much(server: PrimaryServers, client: Any) -> None:
-    chunks = [Cached(1), Cached(2), Cached(1, model="other", stripe_count=1)]
+def test_of_packed_chunks_both_sizes_are_said(server: PrimaryServers, client: Any) -> None:
+    chunks = [Cached(number, packed_bytes=1000) for number in range(2)]
     put(client, *chunks)
+    stored, plain = (2 * (chunks[0].value_bytes - less) for less in (2 * 3096, 0))
     plan = choose(server, b"", ALL)
-    assert plan.stripes == 7
-    value_bytes = sum(chunk.value_bytes for chunk in chunks)
-    assert plan.value_bytes == value_bytes
-    layout = chunks[0].name.layout
-    assert [tuple(group.values()) for group in plan.groups] == [
-        ("org/model", layout, 2),
-        ("other", layout, 1),
-    ]
-
-
-def test_many_chunks_in_many_steps(server: PrimaryServers, client: Any) -> None:
-    put(client, *(Cached(number, stripe_count=7) for number in range(60)))
-    assert purge(server, ALL).chunks == 60
-    assert client.dbsize() == 0
+    assert plan.sizes is not None
+    assert plan.sizes.plain == plain
+    assert plan.sizes.stored == pytest.approx(stored, abs=2)
+    assert "6 keys, about 7.9 KiB (plain 19.9 KiB)" in next(plan_lines(plan, "here"))
+    remove(server, plan, 1e6, result := PurgeResult())
+    assert result.sizes == (stored, plain)
+    assert "6 keys, 7.9 KiB (plain 19.9 KiB)" in next(removal_lines(result))
 
 
 def test_a_chunk_of_more_stripes_than_a_step(server: PrimaryServers, client: Any) -> None:
     Cached(1, stripe_count=150).put(client)
-    assert purge(server, ALL).stripes == 150
+    put(client, *(Cached(number, model="other", stripe_count=7) for number in range(60)))
+    assert purge(server, ALL).stripes == 150 + 60 * 7
     assert client.dbsize() == 0
 
 

@@ -25,26 +25,28 @@ def test_the_fields_are_these(server: PrimaryServers, client: Any) -> None:
     report = explain(server, chunk.keys[1], chunk.prefix, False)
     assert names(report) == (
         "chunk_key_hex key_prefix model layout chunk_hash world_size rank local_world_size "
-        "local_rank stripe_asked verdict verified opened sealed_with stripe_count "
-        "stripes_present chunk_bytes fingerprint memory_format shapes dtypes stored_unix_s stripes"
+        "local_rank stripe_asked verdict verified opened sealed_with tenant stripe_count "
+        "stripes_present chunk_bytes value_bytes plain_bytes fingerprint memory_format shapes "
+        "dtypes stored_unix_s stripes"
     )
     stripe = as_json(report)["stripes"][0]
     assert names(stripe) == (
-        "index state detail value_bytes store_id stored_unix_s idle_s expires_in_s"
+        "index state detail value_bytes payload_bytes store_id stored_unix_s idle_s expires_in_s"
     )
     summary = summarise(server, chunk.prefix, everything=True, verify=False)
     assert names(summary) == ("whole keys_looked_at database_keys other_keys verified groups")
     (group,) = as_json(summary)["groups"]
     assert names(group) == (
-        "model layout workers chunks stripes value_bytes chunks_of_unknown_size incomplete "
-        "without_stripe_0 damaged idle_s"
+        "model layout workers chunks stripes value_bytes plain_bytes chunks_of_unknown_size "
+        "incomplete without_stripe_0 damaged idle_s"
     )
     assert names(group["idle_s"]) == "min median max"
     plan = choose(server, chunk.prefix, Selection(everything=True))
-    assert names(plan) == "chunks stripes value_bytes groups"
+    assert names(plan) == "chunks stripes value_bytes plain_bytes groups"
     assert [names(each) for each in as_json(plan)["groups"]] == ["model layout chunks"]
     assert names(PurgeResult()) == (
-        "chunks stripes value_bytes vanished used_again stored_again left left_examples seconds"
+        "chunks stripes value_bytes plain_bytes vanished used_again stored_again left "
+        "left_examples seconds"
     )
 
 

@@ -119,7 +119,7 @@ TABLE: list[tuple[dict[str, Any], Severity, str, str]] = [
     ({"certificate_checked": False}, WARNING, "TLS", "not checked"),
     # Three connections of one stripe a round trip: 3 MiB / 5 ms = 0.6 GB/s.
     ({"ping_s": 0.005}, WARNING, "latency", "at most 0.84 GB/s, and hits need 1.05 GB/s"),
-    ({"ping_s": 0.002}, HINT, "latency", "--get-connections"),
+    ({"ping_s": 0.002}, HINT, "latency", "--connections"),
     (
         {"read_bytes_per_s": 0.9e9},
         CRITICAL,

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from lmcache_redis.admin.sizes.sizing import stored_part
-from lmcache_redis.chunks.frame import HEADER_BYTES, describe_header, stripe_payload_bytes
+from lmcache_redis.admin.sizes.sizing import EXPECTED_RATIO, stored_part
+from lmcache_redis.chunks.cutting import stripe_payload_bytes
+from lmcache_redis.chunks.frame import HEADER_BYTES, describe_header
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkNames, stripe_key
@@ -20,10 +22,13 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 @pytest.mark.servers
+@pytest.mark.parametrize("ratio", [1.0, *sorted({*EXPECTED_RATIO.values()})])
 @pytest.mark.parametrize("part_bytes", [700 * KIB, MIB, 4 * MIB, 4_590_000, 32 * MIB])
-def test_the_memory_of_a_part(redis_server: RedisServer, client: Any, part_bytes: int) -> None:
+def test_the_memory_of_a_part(
+    redis_server: RedisServer, client: Any, part_bytes: int, ratio: float
+) -> None:
     """Written as an agent writes it: the same frames, under the same keys."""
-    expected = stored_part(part_bytes, DEFAULT_SLOT_BYTES, MODEL)
+    expected = stored_part(part_bytes, DEFAULT_SLOT_BYTES, MODEL, ratio)
     names = ChunkNames(bytes(32))
     key = ObjectKey(bytes(32), MODEL, 0)
     metadata = RemoteMetadata(part_bytes, [(part_bytes,)], ["uint8"], MemoryFormat.PAGES)
@@ -32,7 +37,7 @@ def test_the_memory_of_a_part(redis_server: RedisServer, client: Any, part_bytes
     keys = [stripe_key(names.chunk_key(key), index) for index in range(frame.stripe_count)]
     for index, each in enumerate(keys):
         header = frame.header(index, bytes(16), 0, 0)
-        payload = bytes(describe_header(header).payload_bytes)
+        payload = bytes(math.ceil(describe_header(header).payload_bytes / ratio))
         client.set(each, bytes(header) + payload)
     assert len(keys) == expected.stripes
     assert sum(client.strlen(each) for each in keys) == expected.value_bytes
@@ -58,7 +63,7 @@ def test_little_is_lost_to_the_allocator(part_mib: float, most: float) -> None:
     assert part.memory_bytes < most * part.part_bytes
 
 
-def test_headers_are_512_bytes_a_stripe() -> None:
+def test_headers_are_640_bytes_a_stripe() -> None:
     part = stored_part(32 * MIB, DEFAULT_SLOT_BYTES, MODEL)
     assert part.stripes == 33
     assert part.value_bytes - part.part_bytes == 33 * HEADER_BYTES

@@ -11,18 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.admin import stripes
+from lmcache_redis.admin.forms import (
+    find_missing,
+    missing,
+    payload_of,
+    samples_of,
+    size_of,
+    sizes_of,
+    sizes_read,
+)
 from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import (
     SeenChunk,
     StripeState,
-    find_missing,
-    headers_of,
     judge,
-    missing,
-    payload_of,
     read_idle,
     read_stripes,
-    size_of,
     stripes_of,
     survey,
     verify_payload,
@@ -100,17 +104,6 @@ def test_idle_times_are_read_before_reading_counts_as_a_use(
     age(client, CHUNK.keys[0], 5000)
     (stripe,) = read_stripes(server, [(CHUNK.name, 0)])
     assert (stripe.idle_s or 0) >= 5000
-
-
-def test_asking_when_a_key_was_used_is_no_use(server: PrimaryServers, client: Any) -> None:
-    CHUNK.put(client)
-    age(client, CHUNK.keys[0], 5000)
-    chunks = [SeenChunk(CHUNK.name, 0b111), SeenChunk(Cached(9).name, 1)]
-    for _ in range(2):
-        used, absent = read_idle(server, chunks)
-        assert isinstance(used, int)
-        assert used >= 5000
-        assert absent is None
 
 
 def test_a_damaged_payload_is_found_by_its_checksum(server: PrimaryServers, client: Any) -> None:
@@ -202,21 +195,31 @@ def test_any_stripe_tells_how_its_chunk_is_cut(index: int) -> None:
     assert missing(header, 0b101) == [1]
 
 
-def test_a_chunk_of_one_stripe() -> None:
-    chunk = Cached(1, stripe_count=1)
-    header = describe_header(chunk.value(0))
-    assert payload_of(header) == 100
-    assert size_of(header, 1) == chunk.value_bytes == 740
-
-
 def test_cuts_come_from_whole_headers_alone(server: PrimaryServers, client: Any) -> None:
     for number in range(4):
         client.set(Cached(number).keys[0], "no header")
     Cached(5).put(client)
     client.set(Cached(1, model="broken").keys[0], "no header")
     chunks = list(survey(server, b"").chunks.values())
-    (header,) = headers_of(server, chunks).values()
+    ((_, header, share),) = samples_of(server, chunks).values()
+    assert share == 1
     assert (header.chunk_bytes, payload_of(header)) == (Cached().chunk_bytes, PAYLOAD_BYTES)
+
+
+def test_how_far_one_chunk_is_packed_is_taken_for_all(server: PrimaryServers, client: Any) -> None:
+    packed = [Cached(number, packed_bytes=1000, stripe_count=5) for number in range(3)]
+    for chunk in packed:
+        chunk.put(client)
+    seen = list(survey(server, b"").chunks.values())
+    (sample,) = samples_of(server, seen).values()
+    sizes = [sizes_of(sample, each.stripes) for each in seen]
+    stored = sum(client.strlen(key) for key in packed[0].keys)
+    assert {each.stored for each in sizes} == {stored} == {5 * 640 + 4 * 1000 + 100}
+    assert {each.plain for each in sizes} == {packed[0].value_bytes}
+    read = read_stripes(server, [(packed[0].name, index) for index in range(5)])
+    assert sizes_read(read) == sizes[0]
+    client.delete(packed[0].keys[1])
+    assert sizes_of(sample, 0b11101).plain == packed[0].value_bytes - 640 - PAYLOAD_BYTES
 
 
 def test_stripes_that_came_during_the_scan_count(server: PrimaryServers, client: Any) -> None:

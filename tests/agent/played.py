@@ -99,7 +99,7 @@ class Played:
         self.cache = PlayedCache(self.loop, slots) if cache is None else cache(self.loop)
         self.pool, self.metrics = self.cache.pool, self.cache.metrics
         self.copies = CopyThreads(1)
-        self.sessions = Sessions(self.pool, self.metrics, timeout_s=60)
+        self.sessions = Sessions(self.pool, self.metrics)
         self.session = self.sessions.open(("engine", "r"), time.monotonic())
         self.agent: Any = SimpleNamespace(
             config=AgentConfig(),

@@ -206,8 +206,8 @@ def test_names_are_bounded_and_their_sender_is_told(agent: AgentServer) -> None:
 
 def test_peers_are_bounded(tmp_path: Path, redis_server: RedisServer) -> None:
     """Peers that are gone without GOODBYE count until the agent's timeout."""
-    options = {"heartbeat_timeout_s": 600}
-    with AgentServer(tmp_path / "agent", redis_server.unix_url, **options) as agent:
+    constants = {"lmcache_redis.agent.service.HEARTBEAT_TIMEOUT_S": 600}
+    with AgentServer(tmp_path / "agent", redis_server.unix_url, constants) as agent:
         for number in range(m.MAX_PEERS):
             with dealer_at(agent) as dealer:
                 hello = m.Hello(1, f"engine {number}", "m", 1, None, "1")

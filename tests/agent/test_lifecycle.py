@@ -32,8 +32,8 @@ HASHES = block_hashes("prompt", 8)
 @pytest.fixture
 def agent(tmp_path: Path, redis_server: RedisServer) -> Iterator[AgentServer]:
     """An agent with a heartbeat timeout of two seconds."""
-    url = redis_server.unix_url
-    with AgentServer(tmp_path / "agent", url, heartbeat_timeout_s=2) as server:
+    url, constants = redis_server.unix_url, {"lmcache_redis.agent.service.HEARTBEAT_TIMEOUT_S": 2.0}
+    with AgentServer(tmp_path / "agent", url, constants) as server:
         yield server
 
 

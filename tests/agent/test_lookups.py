@@ -18,6 +18,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.agent import peers, registering
 from lmcache_redis.agent.lookups import shared_rows, tier_letters
 from lmcache_redis.agent.main import _prefault
+from lmcache_redis.agent.sessions import SESSION_TIMEOUT_S
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.names import FULL_REACH, ChunkNames
 from lmcache_redis.tiers import ReadOutcome
@@ -305,7 +306,7 @@ def test_the_engine_says_what_keeps_it_busy(joining: Callable[..., Joining]) -> 
     assert free_after("third", 300.0, ("first",)) == 300 + 2 * 256
     here.handlers.answer(scheduler, m.EndSession(3, "second"), lambda answer: None)
     assert free_after("fourth", 0.0) == 2 * 256, "one has ended without having begun"
-    here.handlers.end_expired(time.monotonic() + here.agent.sessions.timeout_s)
+    here.handlers.end_expired(time.monotonic() + SESSION_TIMEOUT_S)
     assert free_after("fifth", 0.0) == 256, "the others were never ended"
 
 

@@ -329,7 +329,7 @@ def test_redis_that_hangs(place: Place, redis_server: RedisServer) -> None:
 
 def test_redis_that_goes_and_comes(make: Callable[..., Place], redis_server: RedisServer) -> None:
     # How many are open otherwise depends on how fast they are.
-    place = make(get_connections=1, set_connections=1, network_threads=1)
+    place = make(connections=1, network_threads=1)
 
     def use(number: int) -> None:
         place.store(some(number))

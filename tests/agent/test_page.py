@@ -112,6 +112,16 @@ def test_it_says_what_the_cache_is_worth() -> None:
     assert "As of 01:46:40 UTC" in text
 
 
+def test_it_says_what_packing_has_saved() -> None:
+    assert "of Redis" not in shown()
+    counters = STATUS["counters"] | {"stored_bytes": 1 << 40, "plain_bytes": 1 << 40}
+    assert "1 TiB 0 bytes" in (text := shown(counters=counters))
+    assert "of Redis" not in text
+    text = shown(counters=counters | {"stored_bytes": 3 << 38})
+    assert "768 GiB of 1 TiB 0 bytes" in text
+    assert "saved 25 % of Redis: 768 GiB stored of 1 TiB." in text
+
+
 def test_what_is_not_known_is_not_invented() -> None:
     unknown = shown(prefill_s_saved=None, tokens_saved_untimed=12_288)
     assert "Prefill saved unknown no engine has measured its prefill yet" in unknown

@@ -63,8 +63,8 @@ def test_a_full_file_is_replaced_and_each_can_be_read(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
     path, size = tmp_path / "recorded.jsonl", 64 << 10
-    options = {"record": path, "record_size": size}
-    with AgentServer(tmp_path / "agent", redis_server.unix_url, **options) as agent:
+    constants = {"lmcache_redis.agent.reports.recording.LIMIT_BYTES": size}
+    with AgentServer(tmp_path / "agent", redis_server.unix_url, constants, record=path) as agent:
         with Engine(agent.endpoint) as engine:
             for number in range(300):
                 engine.lookup(f"request {number}", HASHES)
@@ -112,7 +112,7 @@ def test_a_writer_that_is_behind_costs_lines_and_no_time(
     metrics = Metrics()
     agent: Any = SimpleNamespace(cache=SimpleNamespace(metrics=metrics))
     form: Any = SimpleNamespace(stem=lambda hash_bytes: b"stem")
-    recorder = TraceRecorder(agent, str(tmp_path / "recorded.jsonl"), 1 << 20)
+    recorder = TraceRecorder(agent, str(tmp_path / "recorded.jsonl"))
     recorder._layouts["layout"] = layout("stem")
     question = m.Store(0, "r", tuple(HASHES), (), lease_ns=0)
     for _ in range(20):
@@ -132,7 +132,7 @@ def test_a_writer_that_is_behind_costs_lines_and_no_time(
 def test_a_store_is_written_once_its_layout_is_known(tmp_path: Path) -> None:
     """Engines with other layouts come and go."""
     path, agent = tmp_path / "recorded.jsonl", None
-    recorder = TraceRecorder(agent, str(path), 1 << 20)  # type: ignore[arg-type]
+    recorder = TraceRecorder(agent, str(path))  # type: ignore[arg-type]
     for number in range(2):
         found = layout(f"stem {number}")
         chunks = recording._names(HASHES)
@@ -160,7 +160,7 @@ def test_lines_that_cannot_be_made_cost_only_themselves(
 
     monkeypatch.setattr(TraceRecorder, "_write", fail)
     path, agent = tmp_path / "recorded.jsonl", None
-    recorder = TraceRecorder(agent, str(path), 1 << 20)  # type: ignore[arg-type]
+    recorder = TraceRecorder(agent, str(path))  # type: ignore[arg-type]
     found = layout("stem")
     recorder._put(records.StoreRecord(1.0, request="r", part="p", chunks="c"))
     recorder._put(found)
@@ -179,4 +179,4 @@ def layout(stem: str) -> records.LayoutRecord:
 def test_a_file_that_cannot_be_written_is_a_wrong_setting(tmp_path: Path) -> None:
     agent: Any = None
     with pytest.raises(ConfigError, match=r"--record .* cannot be written .*: name another file"):
-        TraceRecorder(agent, str(tmp_path / "nowhere" / "file"), 1 << 20)
+        TraceRecorder(agent, str(tmp_path / "nowhere" / "file"))

@@ -30,7 +30,8 @@ def settings(tmp_path: Path) -> Path:
 @pytest.fixture
 def agent(tmp_path: Path, redis_server: RedisServer, settings: Path) -> Iterator[AgentServer]:
     url = redis_server.unix_url
-    with AgentServer(tmp_path / "agent", url, config=settings) as server:
+    constants = {"lmcache_redis.agent.sessions.SESSION_TIMEOUT_S": 1.0}
+    with AgentServer(tmp_path / "agent", url, constants, config=settings) as server:
         yield server
 
 
@@ -44,17 +45,12 @@ def reload(agent: AgentServer, settings: Path, text: str, says: str) -> str:
 
 
 def test_limits_and_the_level_of_the_log_change(agent: AgentServer, settings: Path) -> None:
-    text = (
-        "log-level = debug\nwrite-queue-bytes = 0\nsession-timeout-s = 1\n"
-        "heartbeat-timeout-s = 3.5\nshutdown-deadline-s = 0.5\ndisk-size = 1GiB\n"
-    )
-    log = reload(agent, settings, text, "reloaded --heartbeat-timeout-s")  # the last line
+    text = "log-level = debug\nwrite-queue-bytes = 0\nshutdown-deadline-s = 0.5\ndisk-size = 1GiB\n"
+    log = reload(agent, settings, text, "reloaded --write-queue-bytes")  # the last line
     for line in (
         "reloaded --log-level: debug, was info",
         "reloaded --write-queue-bytes: 0, was half of the host pool",
-        "INFO reloaded --session-timeout-s: 1, was 60",
-        "reloaded --heartbeat-timeout-s: 3.5, was 10",
-        "reloaded --shutdown-deadline-s: 0.5, was 5",
+        "INFO reloaded --shutdown-deadline-s: 0.5, was 5",
         "reloaded --disk-size: 1GiB, was 64GiB",
     ):
         assert line in log
@@ -79,9 +75,12 @@ def test_limits_and_the_level_of_the_log_change(agent: AgentServer, settings: Pa
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("session-timeout-s = 5\nlog-level = loud\n", "choose one of debug, info, warning, error"),
-        ("session-timeout-s = 5\nno-such-thing = 1\n", "line 2 of .* no setting 'no-such-thing'"),
-        ("session-timeout-s = never\n", "line 1 of .*: 'never' is not a number"),
+        (
+            "shutdown-deadline-s = 5\nlog-level = loud\n",
+            "choose one of debug, info, warning",
+        ),
+        ("shutdown-deadline-s = 5\nno-such-thing = 1\n", "line 2 of .* no setting 'no-such-thing'"),
+        ("shutdown-deadline-s = never\n", "line 1 of .*: 'never' is not a number"),
     ],
 )
 def test_what_is_wrong_changes_nothing(

@@ -10,15 +10,60 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis import tenants
+from lmcache_redis.chunks.frame import describe_header
+from lmcache_redis.chunks.names import account_keys, tenant_digest
 from lmcache_redis.cli.why import request_lines
 from lmcache_redis.client.control import ControlClient
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.scraping import get, port_in, samples_in
-from tests.servers import RedisServer
+from tests.servers import RedisServer, stripe_keys
 
 pytestmark = pytest.mark.servers
 SALT = "the salt of a user"
 CHUNK_TOKENS = 64
+
+
+def stored_by(server: RedisServer) -> dict[bytes, bytes | None]:
+    """By chunk hash, the digest of who has stored it."""
+    with server.client() as client:
+        values = [client.get(key) for key in stripe_keys(client)]
+    headers = [describe_header(value) for value in values]
+    return {each.chunk_hash: each.tenant for each in headers}
+
+
+@pytest.mark.parametrize("compress", ["off", "lossless"])
+def test_values_say_who_has_stored_them(
+    tmp_path: Path, redis_server: RedisServer, compress: str
+) -> None:
+    """By the digest that accounts have. Who loads a chunk of another changes nothing."""
+    by_salt = tenants.of_salt(SALT)
+    given = {"one": "team a", "two": by_salt, "three": ""}
+    with (
+        AgentServer(tmp_path / "agent", redis_server.unix_url, compress=compress) as agent,
+        Engine(agent.endpoint, width=256) as engine,
+    ):
+        for prompt, tenant in given.items():
+            engine.tenant = tenant
+            engine.randomize(range(8))
+            engine.store(prompt, block_hashes(prompt, 8), range(8))
+            agent.wait_idle()
+    with (
+        AgentServer(tmp_path / "other", redis_server.unix_url) as other,
+        Engine(other.endpoint, width=256) as engine,
+    ):
+        engine.tenant = "team b"
+        for prompt in given:
+            assert engine.lookup(prompt, block_hashes(prompt, 8)) == 2 * CHUNK_TOKENS
+            assert not engine.retrieve(prompt, block_hashes(prompt, 8), range(8, 16))
+        other.wait_idle()
+    found = stored_by(redis_server)
+    for prompt, tenant in given.items():
+        digest = tenant_digest(tenants.shown(tenant))[:8] if tenant else None
+        chunks = [each for each in block_hashes(prompt, 8) if each in found]
+        assert len(chunks) == 2
+        assert {found[each] for each in chunks} == {digest}
+    (account,) = account_keys("team a", [7], b"")
+    assert tenant_digest("team a").hex().encode() in account
 
 
 def test_figures_by_tenant(tmp_path: Path, redis_server: RedisServer) -> None:

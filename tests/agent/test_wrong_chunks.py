@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_redis.chunks.keys import hash_tag
 from lmcache_redis.client.control import ControlClient
 from tests.acl import documented_url
 from tests.agent.test_canaries import BLOCKS, CHUNKS, HASHES, TOKENS, canary, counts, hit
@@ -46,7 +47,7 @@ def engine(agent: AgentServer) -> Iterator[Engine]:
 def chunk_keys(server: RedisServer) -> list[bytes]:
     with server.client() as client:
         keys = stripe_keys(client)
-    return [key for key in keys if any(each in key for each in CHUNKS)]
+    return [key for key in keys if any(hash_tag(each) in key for each in CHUNKS)]
 
 
 def may_not(server: RedisServer, command: str) -> None:
@@ -166,7 +167,7 @@ def test_an_agent_that_ends_before_says_which_chunks_it_left(
     os.kill(server.pid, signal.SIGCONT)
     assert "2 chunks that were to be removed may still be in Redis" in agent.log
     (line,) = [each for each in agent.log.splitlines() if "not removed from Redis" in each]
-    assert all(each.hex() in line for each in CHUNKS)
+    assert all(hash_tag(each).hex() in line for each in CHUNKS)
 
 
 def test_one_that_ends_in_peace_says_nothing(

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import against
-from benchmarks.against import CannotCompare, compare, default_base, figures, unpacked
+from benchmarks.against import CannotCompare, compare, default_base, unpacked
 
 SETUP = "from pathlib import Path; Path('built').touch()\n"
 BENCHMARK = """\
@@ -102,14 +101,3 @@ def test_only_what_is_slower_in_each_round_counts() -> None:
     assert order == ["other", "this", "this", "other", "other", "this"], "in turns"
     with pytest.raises(CannotCompare, match="no figure in common"):
         compare([Path("other"), Path("this")], 1, lambda tree: {tree.name: 1.0})
-
-
-def test_figures_are_speeds() -> None:
-    rows = [
-        {"op": "load", "value_bytes": 1 << 18, "gb_per_s": 2.5, "ms": None},
-        {"op": "scan", "value_bytes": 50, "gb_per_s": None, "ms": 3.0},
-        {"case": "lookup-none", "ms": 0.5, "mib": None},
-        {"case": "memory-idle", "ms": None, "mib": 40.0},
-    ]
-    assert figures(rows) == {"load, 0.25 MiB": 2.5, "lookup-none": 2000.0}
-    assert against.SLOWER < 1

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import lookups, recovery
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.long]
 
 
 def test_rows_of_lookups() -> None:

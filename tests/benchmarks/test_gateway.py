@@ -9,7 +9,7 @@ from benchmarks import ROOT
 from benchmarks.fetch import find_server
 from benchmarks.gateway import MIB, Plan, run
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.long]
 
 PLAN = Plan(
     rounds=2,

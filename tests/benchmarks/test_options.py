@@ -16,14 +16,13 @@ from lmcache_redis.errors import ConfigError
 def test_defaults_come_before_one_to_eight_connections() -> None:
     first, *others = settings_of_ours((1, 2, 4, 8))
     assert first == Setting()
-    # The defaults are four both ways.
-    expected = [(n, n, True) for n in (1, 2, 8)]
-    expected += [(n, n, False) for n in (4, 1, 2, 8)]
-    assert [(s.get_connections, s.set_connections, s.checksums) for s in others] == expected
+    expected = [(n, True) for n in (1, 2, 8)]
+    expected += [(n, False) for n in (4, 1, 2, 8)]
+    assert [(s.connections, s.checksums) for s in others] == expected
 
 
 def test_what_is_given_is_combined() -> None:
-    found = settings_of_ours((1,), gets=[1, 2], threads=[1, 2])
+    found = settings_of_ours((1,), own=[1, 2], threads=[1, 2])
     assert found == [Setting(g, threads=t) for g in (1, 2) for t in (1, 2)]
     assert settings_of_ours((1,), slot_bytes=[64 << 10]) == [Setting(slot_bytes=64 << 10)]
 
@@ -36,11 +35,8 @@ def test_each_setting_is_measured_with_sealed_values_too() -> None:
 
 def test_peers_are_tried_at_several_settings() -> None:
     for peer in (LMCACHE, GLIDE):
-        assert settings_of(peer, (1, 2, 4, 8)) == [Setting(n, n) for n in (1, 2, 4, 8)]
-    assert {setting.how for setting in settings_of(REDIS_PY, (1, 8))} == {
-        "pipelined",
-        "one by one",
-    }
+        assert settings_of(peer, (1, 2, 4, 8)) == [Setting(n) for n in (1, 2, 4, 8)]
+    assert {setting.how for setting in settings_of(REDIS_PY, (1, 8))} == {"pipelined", "one by one"}
     assert {setting.how for setting in settings_of(CEILING, (1, 8))} == {"socket", "memcpy"}
 
 
@@ -52,18 +48,20 @@ def test_sizes_are_whole_pages(size: int) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--gets", "one"], ["--sets", "0"], ["--chunk-mib", "big"], ["--rounds", "0"]],
+    [
+        "data-plane --connections one",
+        "data-plane --connections 0",
+        "data-plane --chunk-mib big",
+        "data-plane --rounds 0",
+        "chunk-size --sizes big",
+        "chunk-size --token-kib 3",
+        "working-set --cases huge",
+        "working-set --scenarios files",
+        "working-set --documents 1",
+    ],
 )
 def test_words_that_mean_nothing_are_refused(
-    words: list[str], capsys: pytest.CaptureFixture[str]
+    words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["data-plane", *words]) == 2
-    assert "Invalid value" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["--sizes", "big"], ["--sizes", "0"], ["--token-kib", "3"]])
-def test_chunk_sizes_that_mean_nothing_are_refused(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["chunk-size", *words]) == 2
+    assert main(words.split()) == 2
     assert "Invalid value" in capsys.readouterr().err

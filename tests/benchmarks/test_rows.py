@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 
 from benchmarks.plane.messages import MIB, Measured, Setting
 from benchmarks.plane.rows import Case, Row, Samples, size_text
-from lmcache_redis.config import DEFAULT_SLOT_BYTES
 
 FIELDS = {
     *("client", "op", "value_bytes", "items", "connections", "checksum"),
@@ -26,66 +26,55 @@ def row_of(case: Case, *samples: tuple[float, float]) -> Row:
     return row
 
 
-def test_the_fields() -> None:
-    row = row_of(Case("ours", Setting(), "load", MIB, 1), (1.0, 1.0))
-    assert set(asdict(row)) == FIELDS
-
-
 def test_medians_not_means() -> None:
     case = Case("ours", Setting(), "load", 8 * MIB, 16)
     row = row_of(case, (0.1, 0.05), (9.0, 9.0), (0.05, 0.01))
+    assert set(asdict(row)) == FIELDS
     gigabytes = 128 * MIB / 1e9
     assert row.gb_per_s == pytest.approx(gigabytes / 0.1, abs=1e-3)
     assert row.cpu_s_per_gb == pytest.approx(0.05 / gigabytes, abs=1e-3)
-    assert row.ms is None
-    assert row.rounds == 3
+    assert (row.ms, row.rounds) == (None, 3)
 
 
-def test_ours_stripes_and_checks() -> None:
-    row = row_of(Case("ours", Setting(), "overwrite", 8 * MIB, 16), (1.0, 1.0))
-    assert row.checksum
-    assert row.default
-    assert row.connections == Setting().set_connections
-    assert row.threads == Setting().threads
-    assert row.stripe_bytes is not None
-    assert row.stripe_bytes <= DEFAULT_SLOT_BYTES
-    load = row_of(Case("ours", Setting(), "load", 8 * MIB, 16), (1.0, 1.0))
-    assert load.connections == Setting().get_connections
-    assert load.threads == Setting().threads
-
-
-def test_ours_without_checksums_says_so() -> None:
-    row = row_of(Case("ours", Setting(checksums=False), "load", MIB, 1), (1.0, 1.0))
-    assert (row.checksum, row.default) == (False, False)
-
-
-def test_ours_set_otherwise_is_not_the_default() -> None:
-    assert not row_of(Case("ours", Setting(8, 8), "load", MIB, 1), (1.0, 1.0)).default
-
-
-def test_a_peer_stores_whole_chunks_without_checksum() -> None:
-    row = row_of(Case("lmcache", Setting(4, 4), "steady", 8 * MIB, 16), (1.0, 1.0))
-    assert (row.connections, row.checksum, row.default) == (4, False, False)
-    assert (row.stripe_bytes, row.threads, row.how) == (8 * MIB, None, None)
-
-
-def test_a_scan_has_ms_alone() -> None:
-    row = row_of(Case("ours", Setting(), "scan", 70, 1000, "half"), (0.5e-3, 1.0))
-    assert row.ms == 0.5
-    assert (row.gb_per_s, row.cpu_s_per_gb, row.stripe_bytes) == (None, None, None)
-    assert (row.cached, row.items, row.connections, row.checksum) == ("half", 1000, 1, False)
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (
+            Case("ours", Setting(5), "overwrite", 8 * MIB, 16),
+            {"checksum": True, "default": False, "connections": 5},
+        ),
+        (Case("ours", Setting(5), "load", 8 * MIB, 16), {"connections": 5}),
+        (Case("ours", Setting(), "load", MIB, 1), {"checksum": True, "default": True}),
+        (
+            Case("ours", Setting(checksums=False), "load", MIB, 1),
+            {"checksum": False, "default": False},
+        ),
+        (
+            Case("lmcache", Setting(4), "steady", 8 * MIB, 16),
+            {"connections": 4, "checksum": False, "default": False}
+            | {"stripe_bytes": 8 * MIB, "threads": None, "how": None},
+        ),
+        (
+            Case("ours", Setting(), "scan", 70, 1000, "half"),
+            {"ms": 1e3, "gb_per_s": None, "cpu_s_per_gb": None, "stripe_bytes": None}
+            | {"cached": "half", "items": 1000, "connections": 1, "checksum": False},
+        ),
+    ],
+)
+def test_a_row_says_how_its_client_was_set(case: Case, expected: dict[str, Any]) -> None:
+    row = asdict(row_of(case, (1.0, 1.0)))
+    assert {name: row[name] for name in expected} == expected
 
 
 def test_cases_are_told_apart_and_keep_their_order() -> None:
     made = Samples()
     cases = [
-        Case("ceiling", Setting(1, 1, how=how), op, MIB, 1)
+        Case("ceiling", Setting(1, how=how), op, MIB, 1)
         for how in ("socket", "memcpy")
         for op in ("load", "overwrite")
     ]
-    for _ in range(2):
-        for case in cases:
-            made.add(case, Measured(1.0, 1.0))
+    for case in 2 * cases:
+        made.add(case, Measured(1.0, 1.0))
     assert [(row.how, row.op, row.rounds) for row in made.rows()] == [
         (case.setting.how, case.op, 2) for case in cases
     ]

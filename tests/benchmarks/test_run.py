@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import ROOT
 from benchmarks.__main__ import main
-from benchmarks.plane.cases import KEY_BYTES, Bench, Plan
-from benchmarks.plane.clients import OurClient
+from benchmarks.plane.cases import Bench, Plan
 from benchmarks.plane.messages import Measured, Request, Setting
 from benchmarks.plane.peers import (
     CEILING,
@@ -27,8 +24,7 @@ from benchmarks.plane.process import WorkerFailed, WorkerProcess
 from benchmarks.plane.rows import MOVES, Row
 from benchmarks.plane.run import measure, settings_of_ours
 from benchmarks.plane.server import Server
-from lmcache_redis.errors import RedisUnavailable
-from tests.servers import RedisServer, free_port
+from tests.servers import RedisServer
 
 KIB = 1 << 10
 ANYWHERE = "redis://127.0.0.1:6379"
@@ -54,6 +50,7 @@ def measured() -> tuple[list[Row], list[str]]:
     return rows, said
 
 
+@pytest.mark.long
 @pytest.mark.servers
 @pytest.mark.parametrize("client", [OURS, *PEERS])
 def test_a_client_takes_part(measured: tuple[list[Row], list[str]], client: str) -> None:
@@ -81,6 +78,7 @@ def test_a_client_takes_part(measured: tuple[list[Row], list[str]], client: str)
     assert sum(row.default for row in own if row.op == "load") == (2 if client == OURS else 0)
 
 
+@pytest.mark.long
 @pytest.mark.servers
 def test_no_client_was_dropped(measured: tuple[list[Row], list[str]]) -> None:
     rows, said = measured
@@ -105,7 +103,7 @@ class Broken(WorkerProcess):
 
 def test_a_peer_that_fails_is_dropped_and_ours_goes_on(redis_server: RedisServer) -> None:
     said: list[str] = []
-    settings = {REDIS_PY: [Setting(1, 1)], OURS: [Setting()]}
+    settings = {REDIS_PY: [Setting(1)], OURS: [Setting()]}
     plan = Plan(settings, [256 * KIB], 1 << 20, 2, 1, ((10, 1),))
     server, broken = Server(redis_server.url), Broken()
     with WorkerProcess(OURS, redis_server.url) as ours:
@@ -114,25 +112,6 @@ def test_a_peer_that_fails_is_dropped_and_ours_goes_on(redis_server: RedisServer
     assert [line for line in said if "dropped" in line] == ["redis-py: dropped: it is broken"]
     assert (broken.asked, broken.was_closed) == (1, True)
     assert {row.client for row in rows} == {OURS}
-
-
-def test_without_a_server_there_is_no_run() -> None:
-    plan = Plan({OURS: [Setting()]}, rounds=1)
-    with pytest.raises(RedisUnavailable, match="cannot be used"):
-        measure(plan, f"redis://127.0.0.1:{free_port()}", lambda _: None)
-
-
-def test_the_size_of_a_scan_is_that_of_our_keys(redis_server: RedisServer) -> None:
-    with contextlib.closing(OurClient(redis_server.url, Setting())) as client:
-        assert {len(key) for key in client.prepare_scan(10)} == {KEY_BYTES}
-
-
-def test_where_ours_fails_there_is_no_run(redis_server: RedisServer) -> None:
-    plan = Plan({OURS: [Setting()]}, [256 * KIB], 1 << 20, 2, 1, ())
-    server = Server(redis_server.url)
-    with pytest.raises(RedisUnavailable, match="our client failed: it is broken"):
-        Bench(plan, server, {OURS: Broken()}, lambda _: None).run()
-    server.close()
 
 
 @pytest.mark.servers
@@ -165,7 +144,7 @@ def test_a_full_server_is_as_before_afterwards(redis_server: RedisServer) -> Non
 @pytest.mark.servers
 def test_the_command_writes_rows_and_a_plot(tmp_path: Path) -> None:
     words = ["--quick", "--rounds", "1", "--chunk-mib", "0.25", "--moved-mib", "1"]
-    words += ["--gets", "1,2", "--no-peers", "--no-scans"]
+    words += ["--connections", "1,2", "--no-peers", "--no-scans"]
     words += ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "plot.png")]
     assert main(["data-plane", *words]) == 0
     document = json.loads((tmp_path / "rows.json").read_text())
@@ -177,10 +156,3 @@ def test_the_command_writes_rows_and_a_plot(tmp_path: Path) -> None:
         assert {*wanted, "ms", "rounds", "cpu_s_per_gb"} <= set(row)
         assert set(row) == set(Row.__dataclass_fields__)
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_peer_that_is_missing_is_named_with_what_brings_it() -> None:
-    requirements = (ROOT / "benchmarks" / "requirements.txt").read_text()
-    assert "valkey-glide-sync" in requirements
-    assert "matplotlib" in requirements
-    assert "--requirement benchmarks/requirements.txt" in (ROOT / "scripts" / "bench").read_text()

@@ -3,26 +3,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import redis
 
-from benchmarks.__main__ import main
-from benchmarks.lmcache_mp import running_lmcache
-from benchmarks.servers import ServerFailed, cpu_s
-from benchmarks.working_set import run
-from benchmarks.working_set.cases import CASES, Case, running
+from benchmarks.working_set.cases import CASES, running
 from benchmarks.working_set.plot import write_plot
 from benchmarks.working_set.rows import COLUMNS, Samples
 from benchmarks.working_set.workload import CONVERSATIONS, DOCUMENTS, Prompts, scenario_of
-from demo.engine import Answer
-from demo.model import CPU_SHAPE
 
 SET_BYTES = 256 << 20
 
@@ -88,22 +77,6 @@ def test_the_plot_is_a_png(tmp_path: Path, left_out: tuple[str, ...]) -> None:
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-@pytest.mark.parametrize(
-    "words", [["--cases", "huge"], ["--cases", ","], ["--scenarios", "files"], ["--documents", "1"]]
-)
-def test_words_that_mean_nothing_are_refused(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["working-set", *words]) == 2
-    assert "Invalid value" in capsys.readouterr().err
-
-
-def test_cpu_time_grows_with_work() -> None:
-    before = cpu_s(os.getpid())
-    while cpu_s(os.getpid()) - before < 0.05:
-        sum(range(10_000))
-
-
 @pytest.mark.servers
 @pytest.mark.parametrize("name", ["none", "small", "disk"])
 def test_what_a_case_starts(tmp_path: Path, name: str) -> None:
@@ -115,110 +88,3 @@ def test_what_a_case_starts(tmp_path: Path, name: str) -> None:
         assert usage["redis_cpu_s"] >= 0
         assert (usage["agent_cpu_s"] > 0) == (name != "none")
         assert ("lookup_chunks" in usage) == (name != "none")
-
-
-@pytest.mark.servers
-def test_bytes_in_redis_are_counted(tmp_path: Path) -> None:
-    with running(CASES["none"], SET_BYTES, 256, tmp_path / "log") as stack:
-        with redis.Redis(port=stack.server.port) as client:
-            client.mset({f"key {number}": b"12345" for number in range(2000)})
-        assert stack.stored_bytes() == 10_000
-
-
-def test_without_lmcache_its_cases_say_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.lmcache_mp.find_package", lambda: None)
-    with (
-        pytest.raises(ServerFailed, match=r"run `python benchmarks/fetch\.py`"),
-        running_lmcache(1, SET_BYTES, tmp_path / "log"),
-    ):
-        pass
-
-
-class FakeStack:
-    """Half of the set is stored until single prompts are asked for."""
-
-    def __init__(self, case: Case) -> None:
-        self.cache = None if case.name == "none" else "a cache"
-        self.asked: list[int] = []
-
-    def wait_idle(self) -> None:
-        pass
-
-    def stored_bytes(self) -> int:
-        prompts = 5 * 512 * CPU_SHAPE.kv_bytes_per_token
-        return prompts if self.asked.count(1) > 1 else prompts // 2
-
-    def usage(self) -> dict[str, float]:
-        used = 2.0 * len(self.asked)
-        return {"agent_cpu_s": used, "redis_cpu_s": used, "from_redis_mib": used}
-
-
-class FakeEngine:
-    process = SimpleNamespace(pid=os.getpid(), kill=lambda: None)
-
-    def __init__(self, case: Case, stack: FakeStack) -> None:
-        self._case, self._stack = case, stack
-
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> Answer:
-        self._stack.asked.append(len(prompts))
-        token = 9 if self._case.name == "large" and len(self._stack.asked) == 2 else 5
-        details = {"first_token_s": [0.1] * len(prompts), "cached_tokens": [7] * len(prompts)}
-        return Answer(1.0, [[token] * max_tokens for _ in prompts], details)
-
-
-@pytest.fixture
-def stacks(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[FakeStack]]:
-    """No process is started: the stacks of each case. LMCache is not there."""
-    made: dict[str, list[FakeStack]] = {}
-
-    @contextlib.contextmanager
-    def started(case: Case, set_bytes: int, chunk_tokens: int, log: Path) -> Iterator[FakeStack]:
-        if case.lmcache:
-            raise ServerFailed("it is not there")
-        made.setdefault(case.name, []).append(FakeStack(case))
-        yield made[case.name][-1]
-
-    @contextlib.contextmanager
-    def engine(runner: object, case: Case, stack: FakeStack) -> Iterator[FakeEngine]:
-        yield FakeEngine(case, stack)
-
-    monkeypatch.setattr(run, "running", started)
-    monkeypatch.setattr(run._Runner, "_engine", engine)
-    monkeypatch.setattr(run, "make_model", lambda *_: None)
-    return made
-
-
-def test_a_run(stacks: dict[str, list[FakeStack]], tmp_path: Path) -> None:
-    said: list[str] = []
-    options = run.Options(
-        rounds=2, documents=4, document_tokens=512, repeat=2, scenarios=(DOCUMENTS,)
-    )
-    rows = {row["case"]: row for row in run.run(tmp_path, options, said.append)}
-    assert [*rows] == ["none", "own", "large", "small", "disk"]
-    assert [line for line in said if "left out" in line] == [
-        f"{name}: left out: it is not there" for name in ("lmcache-large", "lmcache-small")
-    ]
-    # A warm-up, a round, everything that was not stored one by one, and two rounds.
-    assert [stack.asked for stack in stacks["small"]] == [[1, 4, 1, 1, 1, 1, 4, 4]] * 2
-    assert [stack.asked for stack in stacks["none"]] == [[1, 4, 4, 4]] * 2
-    row = rows["small"]
-    assert (row["rounds"], row["requests_per_s"], row["cached_tokens"]) == (4, 4.0, 28)
-    assert (row["agent_cpu_s"], row["from_redis_mib"]) == (2.0, 2.0)
-    assert (row["stored_first"], row["stored"]) == (0.5, 1.0)
-    # Another answer in the first round of each repetition.
-    assert {case: row["mismatches"] for case, row in rows.items() if row["mismatches"]} == {
-        "large": 2 * 4
-    }
-
-
-def test_conversations_of_all_cases_are_those_of_the_first(
-    stacks: dict[str, list[FakeStack]], tmp_path: Path
-) -> None:
-    options = run.Options(
-        rounds=1, documents=4, cases=("none", "large"), scenarios=(CONVERSATIONS,)
-    )
-    none, large = run.run(tmp_path, options, lambda _: None)
-    assert (none["mismatches"], large["mismatches"]) == (0, 4)
-    assert none["prompt_tokens"] == large["prompt_tokens"] == 4 * (1024 + 2 * 112 + 16)

@@ -603,6 +603,9 @@ class PlayedAccount:
         self.full = {"full"}
         self.drops: list[str] = []
 
+    def digest(self, tenant: str) -> bytes:
+        return b""
+
     def admits(self, tenant: str) -> bool:
         return tenant not in self.full
 

@@ -11,16 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
+from lmcache_redis.chunks.cutting import allocated_bytes, stripe_payload_bytes
 from lmcache_redis.chunks.frame import (
     HEADER_BYTES,
     ChunkFrame,
     HeaderCheck,
     Verdict,
     add_checksums,
-    allocated_bytes,
     describe_header,
     mark_packed,
-    stripe_payload_bytes,
 )
 from lmcache_redis.chunks.keys import ObjectKey, hash_chunks, hash_tag
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
@@ -482,10 +481,10 @@ class TestWorkedExample:
         payload, room = b"\x80\x3f" * 32_768, bytearray(65_536)
         stored = room[: pack_in_numpy(payload, 2, room)]
         header = bytearray(self.frame().bare_header(1, STORE_ID, CREATED_UNIX_MS))
-        mark_packed(header, 2, len(stored))
+        mark_packed(header, 2, len(stored), xxh3_64_intdigest(payload))
         add_checksums(header, xxh3_64_intdigest(bytes(stored)))
         value = bytes(header) + bytes(stored)
-        shown = ((56, 64), (168, 176), (176, 178), (184, 192), (640, 648))
+        shown = ((56, 64), (168, 176), (176, 178), (184, 192), (192, 200), (640, 648))
         assert b"".join(value[start:end] for start, end in shown) == documented("example packed")
         said = describe_header(header)
         assert (said.payload_bytes, said.stored_bytes, said.element_bytes) == (65_536, 45_064, 2)

@@ -149,12 +149,6 @@ def test_inspect_takes_what_redis_cli_prints(
     assert "1 of 3 present" in done.stdout
 
 
-def test_inspect_all_goes_without_a_key(known: dict[str, str]) -> None:
-    assert "--all cannot be combined with a KEY" in one_sentence(
-        run("inspect", "aa", "--all", **known), 2
-    )
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -278,12 +272,6 @@ def test_doctor_is_content_with_a_good_server(tmp_path: Path) -> None:
         done = run("doctor", *little, "--redis-url", server.unix_url)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert " 0 critical, 0 warning, " in done.stdout
-
-
-@pytest.mark.servers
-def test_doctor_wrong_usage() -> None:
-    assert run("doctor", "--kv-bytes-per-token", "0").returncode == 2
-    assert run("doctor", "--no-such-option").returncode == 2
 
 
 def test_a_password_from_a_file(

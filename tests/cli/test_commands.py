@@ -107,15 +107,6 @@ def test_the_agent_sets_the_copies_setting_unless_it_is_set(
         assert starting.TUNABLES_VARIABLE not in environment_of(server)
 
 
-@pytest.mark.servers
-def test_the_help_says_what_to_do_first() -> None:
-    done = run("--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    for command in ("agent", "status", "ping", "version"):
-        assert re.search(rf"^\W*{command} ", done.stdout, flags=re.MULTILINE), command
-    assert '{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}' in done.stdout
-
-
 def test_ping(agent: StartedAgent) -> None:
     done = run("ping", "--endpoint", agent.endpoint)
     assert done.returncode == 0
@@ -182,18 +173,6 @@ def test_nothing_is_cut_where_there_is_no_terminal(tmp_path: Path) -> None:
             assert json.loads(done.stdout)["chunks"] == 1
 
 
-def test_status_for_programs(agent: StartedAgent) -> None:
-    done = run("status", "--endpoint", agent.endpoint, "--json")
-    report = json.loads(done.stdout)
-    assert report["pid"] == agent.pid
-    assert report["version"] == __version__
-    assert report["counters"].keys() >= COUNTERS.keys()
-    assert report["counters"]["lookups"] == 0
-    assert report["uptime_s"] > 0
-    assert report["hit_rate"] == {"host": None, "disk": None, "redis": None}
-    assert (report["tokens_saved"], report["prefill_s_saved"]) == (0, 0.0)
-
-
 @pytest.mark.servers
 def test_what_is_distrusted_is_shown_and_trusted_again(tmp_path: Path) -> None:
     hashes = block_hashes("a prompt", 4)
@@ -240,23 +219,6 @@ def test_tools_do_not_trust_a_default_directory_of_others(
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match="is not trusted: others can write to"):
         app(["ping"], standalone_mode=False)
-
-
-@pytest.mark.servers
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--endpoint", "nowhere"], "--endpoint nowhere: write ipc://PATH"),
-        (["--endpoint", "tcp://127.0.0.1:7000"], "tcp:// is not served"),
-        (["--pool-bytes", "lots"], "--pool-bytes: 'lots' is not a size"),
-        (["--copy-threads", "0"], "--copy-threads is 0: set it to between 1 and 64"),
-        (["--device", "tpu"], "--device is 'tpu': choose one of auto, cpu, cuda"),
-    ],
-)
-def test_a_wrong_setting_is_one_sentence(words: list[str], says: str) -> None:
-    done = run("agent", *words)
-    assert done.returncode == 2
-    assert says in one_sentence(done)
 
 
 def test_an_endpoint_in_use_is_one_sentence(agent: StartedAgent) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -49,7 +50,28 @@ def run(*words: str, env: dict[str, str] | None = None) -> int:
     return result.exit_code
 
 
-VALUES = {
+# Each setting: how it is written, and what that means where it is not the text itself.
+WRITTEN: dict[str, tuple[str, object]] = {
+    "key_prefix": ("ours:ä:", "ours:ä:".encode()),
+    "pool_bytes": ("2GiB", 2 << 30),
+    "slot_bytes": ("512KiB", 512 << 10),
+    "write_queue_bytes": ("100MB", 100_000_000),
+    "warm_bytes": ("1GiB", 1 << 30),
+    "disk_size": ("10GiB", 10 << 30),
+    "embedded_memory_bytes": ("1GiB", 1 << 30),
+    "lookup_deadline_s": ("0.5", 0.5),
+    "op_timeout_s": ("2", 2.0),
+    "shutdown_deadline_s": ("1.5", 1.5),
+    "chunk_size_tokens": ("512", 512),
+    "connections": ("3", 3),
+    "network_threads": ("2", 2),
+    "ttl_s": ("3600", 3600),
+    "copy_threads": ("4", 4),
+    "canary_every": ("50", 50),
+    "store_after": ("2", 2),
+    "direct_copy_bytes": ("4096", 4096),
+}
+TEXTS = {
     "endpoint": "ipc:///run/test/agent.sock",
     "redis_url": "redis://cache:6379/2",
     "redis_username": "someone",
@@ -57,79 +79,18 @@ VALUES = {
     "redis_credential_provider": "cloud.tokens:Provider",
     "seal_key_file": "/etc/lmcache/seal.keys",
     "compress": "lossless",
-    "key_prefix": "ours:ä:",
-    "chunk_size_tokens": "512",
-    "pool_bytes": "2GiB",
-    "slot_bytes": "512KiB",
-    "write_queue_bytes": "100MB",
-    "warm_bytes": "1GiB",
     "disk_path": "/var/cache/lmcache",
-    "disk_size": "10GiB",
-    "embedded_memory_bytes": "1GiB",
-    "lookup_deadline_s": "0.5",
-    "op_timeout_s": "2",
-    "session_timeout_s": "30",
-    "heartbeat_timeout_s": "20",
-    "shutdown_deadline_s": "1.5",
-    "get_connections": "3",
-    "set_connections": "2",
-    "network_threads": "2",
-    "ttl_s": "3600",
     "tenant_bytes": "team=1GiB,*=5MB",
-    "copy_threads": "4",
-    "device": "cpu",
-    "canary_every": "50",
-    "store_after": "2",
-    "direct_copy_bytes": "4096",
     "batch_copies": "off",
     "log_level": "warning",
     "log_format": "json",
     "metrics": "[::1]:9464",
     "record": "/var/tmp/requests.jsonl",
-    "record_size": "256MiB",
 }
 FLAGS = {"ttl_refresh", "expose_requests"}
-MEANT = AgentConfig(
-    endpoint="ipc:///run/test/agent.sock",
-    redis_url="redis://cache:6379/2",
-    redis_username="someone",
-    redis_password_file="/run/secrets/password",
-    redis_credential_provider="cloud.tokens:Provider",
-    seal_key_file="/etc/lmcache/seal.keys",
-    compress="lossless",
-    key_prefix="ours:ä:".encode(),
-    chunk_size_tokens=512,
-    pool_bytes=2 << 30,
-    slot_bytes=512 << 10,
-    write_queue_bytes=100_000_000,
-    warm_bytes=1 << 30,
-    disk_path="/var/cache/lmcache",
-    disk_size=10 << 30,
-    embedded_memory_bytes=1 << 30,
-    lookup_deadline_s=0.5,
-    op_timeout_s=2.0,
-    session_timeout_s=30.0,
-    heartbeat_timeout_s=20.0,
-    shutdown_deadline_s=1.5,
-    get_connections=3,
-    set_connections=2,
-    network_threads=2,
-    ttl_s=3600,
-    ttl_refresh=True,
-    tenant_bytes="team=1GiB,*=5MB",
-    copy_threads=4,
-    device="cpu",
-    canary_every=50,
-    store_after=2,
-    direct_copy_bytes=4096,
-    batch_copies="off",
-    log_level="warning",
-    log_format="json",
-    metrics="[::1]:9464",
-    expose_requests=True,
-    record="/var/tmp/requests.jsonl",
-    record_size=256 << 20,
-)
+VALUES = TEXTS | {name: text for name, (text, _) in WRITTEN.items()}
+_MEANT: dict[str, Any] = {**TEXTS, **{name: value for name, (_, value) in WRITTEN.items()}}
+MEANT = AgentConfig(**_MEANT, **dict.fromkeys(FLAGS, True))
 
 
 def test_without_options_the_defaults_hold(started: list[AgentConfig]) -> None:
@@ -172,12 +133,12 @@ def test_options_precede_variables_and_those_the_file(
     started: list[AgentConfig], tmp_path: Path
 ) -> None:
     path = tmp_path / "agent.conf"
-    path.write_text("ttl-s = 1\nttl-refresh = true\nget-connections = 3\n")
+    path.write_text("ttl-s = 1\nttl-refresh = true\nconnections = 3\n")
     words = ("--config", str(path))
     run(*words)
-    run(*words, env={"LMCACHE_REDIS_TTL_S": "2", "LMCACHE_REDIS_GET_CONNECTIONS": ""})
+    run(*words, env={"LMCACHE_REDIS_TTL_S": "2", "LMCACHE_REDIS_CONNECTIONS": ""})
     run(*words, "--ttl-s", "3", "--no-ttl-refresh", env={"LMCACHE_REDIS_TTL_S": "2"})
-    assert [(c.ttl_s, c.ttl_refresh, c.get_connections) for c in started] == [
+    assert [(c.ttl_s, c.ttl_refresh, c.connections) for c in started] == [
         (1, True, 3),
         (2, True, 3),
         (3, False, 3),
@@ -191,7 +152,7 @@ def test_options_precede_variables_and_those_the_file(
         ("ttl_s", "1.5", ": '1.5' is not a whole number"),
         ("ttl_s", "-1", " is -1: set it to between 0 and 316224000"),
         ("disk_size", "1", " is 1: set it to between 1MiB and 1EiB"),
-        ("device", "tpu", " is 'tpu': choose one of auto, cpu, cuda"),
+        ("batch_copies", "no", " is 'no': choose one of auto, off"),
         ("metrics", "9464", " is '9464': write ADDRESS:PORT"),
         ("endpoint", "tcp://127.0.0.1:1", " tcp://127.0.0.1:1: tcp:// is not served"),
         ("ttl_refresh", "true", " needs a --ttl-s: set that as well"),
@@ -220,6 +181,7 @@ def test_an_error_begins_with_the_place_that_has_to_change(
         ("LMCACHE_REDIS_REDIS_PASSWORD", "LMCACHE_REDIS_PASSWORD"),
         ("LMCACHE_REDIS_POOL_BYTES", None),
         ("LMCACHE_REDIS_ENGINE_ID", None),
+        ("LMCACHE_REDIS_DEVICES", None),
         ("LMCACHE_REDIS_METRICS_SERVICE_HOST", None),
         ("LMCACHE_REDIS_METRICS_PORT_9464_TCP", None),
     ],
@@ -233,16 +195,20 @@ def test_variables_that_set_nothing_are_named(
     assert [each for each in found if each.startswith(variable)] == expected
 
 
-def test_the_url_may_come_from_the_environment(started: list[AgentConfig]) -> None:
-    run(env={"LMCACHE_REDIS_URL": "redis://from-environment"})
-    run("--redis-url", "redis://named", env={"LMCACHE_REDIS_URL": "redis://from-environment"})
-    assert [c.redis_url for c in started] == ["redis://from-environment", "redis://named"]
-
-
-def test_a_password_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert config_from(AgentConfig, {}).redis_password is None
-    monkeypatch.setenv(PASSWORD, "secret")
-    assert config_from(AgentConfig, {}).redis_password == "secret"
+@pytest.mark.parametrize(
+    ("variable", "instead"),
+    [
+        ("LMCACHE_REDIS_GET_CONNECTIONS", "set LMCACHE_REDIS_CONNECTIONS"),
+        ("LMCACHE_REDIS_DEVICE", "remove it"),
+    ],
+)
+def test_variables_of_an_earlier_version_set_nothing(
+    variable: str, instead: str, monkeypatch: pytest.MonkeyPatch, started: list[AgentConfig]
+) -> None:
+    monkeypatch.setenv(variable, "no value")
+    assert f"{variable} sets nothing any more: {instead}" in misspelt_variables(AgentConfig)
+    assert run() == 0
+    assert started == [AgentConfig()]
 
 
 def test_a_password_comes_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ def test_options_have_precedence(tmp_path: Path) -> None:
             "line 2 of .*: there is no setting 'log_level': did you mean log",
         ),
         ("redis-password = secret\n", "there is no setting 'redis-password'"),
+        ("ttl-s = 1\nset-connections = 2\n", "line 2 of .* 'set-connections' any more: set connec"),
+        ("record-size = 1GiB\n", "line 1 of .*: there is no .* 'record-size' any more: remove it$"),
         ("config = other\n", "there is no setting 'config'"),
         ("[agent]\n", "write NAME = VALUE"),
         ("ttl-s = 1\nttl-s = 2\n", "line 2 of .*: ttl-s is set twice"),
@@ -151,6 +153,6 @@ def test_what_is_no_file(tmp_path: Path, content: bytes | None) -> None:
 
 
 def test_a_gateway_takes_one_too(tmp_path: Path) -> None:
-    (tmp_path / "f").write_text("listen = lm://127.0.0.1:7\nthreads = 3\n")
+    (tmp_path / "f").write_text("listen = lm://127.0.0.1:7\nmax-connections = 3\n")
     config = config_from(GatewayConfig, {"config": str(tmp_path / "f")})
-    assert (config.listen, config.threads) == ("lm://127.0.0.1:7", 3)
+    assert (config.listen, config.max_connections) == ("lm://127.0.0.1:7", 3)

@@ -11,7 +11,7 @@ import pytest
 
 from lmcache_redis.admin.sizes.configs import find_model
 from lmcache_redis.admin.sizes.sizing import SizeOptions, size_model
-from lmcache_redis.cli.size import size
+from lmcache_redis.cli.size import Compress, size
 from lmcache_redis.errors import ConfigError
 from tests.cli.test_admin import one_sentence, run
 
@@ -112,6 +112,53 @@ def test_a_packed_latent() -> None:
     assert size_model(DEEPSEEK, "m", packed).bytes_per_token == 61 * 656
     with pytest.raises(ConfigError, match="models with MLA"):
         size_model(LLAMA, "m", packed)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sent", "memory"),
+    [
+        ("bfloat16", 1 / 1.40, 0.75),
+        ("float32", 1 / 1.165, 0.875),
+        ("fp8_e5m2", 1 / 1.27, 0.875),
+        # The server rounds up what is stored in less: only the link gains.
+        ("float16", 1 / 1.12, 1.0),
+        ("fp8", 1 / 1.10, 1.0),
+    ],
+)
+def test_what_is_expected_of_packing(dtype: str, sent: float, memory: float) -> None:
+    plain, packed = (
+        size_model(LLAMA, "m", SizeOptions(kv_cache_dtype=dtype, compress=compress))
+        for compress in (False, True)
+    )
+    assert packed.payload_bytes == plain.payload_bytes == plain.packed_bytes
+    assert packed.packed_bytes / plain.packed_bytes == pytest.approx(sent, rel=1e-3)
+    assert packed.break_even_bytes_per_s / plain.break_even_bytes_per_s == pytest.approx(sent, 1e-3)
+    assert packed.stored_bytes / plain.stored_bytes == pytest.approx(memory, abs=0.01)
+    (group,) = packed.groups
+    assert group.part.value_bytes == group.part.packed_bytes + 640 * group.part.stripes
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [(DEEPSEEK, "fp8_ds_mla"), (DEEPSEEK | {"index_topk": 2048, "index_head_dim": 128}, "auto")],
+)
+def test_nothing_is_expected_of_mixed_pages(config: dict[str, Any], dtype: str) -> None:
+    options = SizeOptions(kv_cache_dtype=dtype, compress=True)
+    found = size_model(config | {"model_type": "deepseek_v32"}, "m", options)
+    assert found.packed_bytes == found.payload_bytes
+
+
+def test_what_is_expected_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "m", LLAMA)
+    plain, packed = (as_json(path, capsys, compress=each) for each in Compress)
+    assert [each["groups"][0]["expected_ratio"] for each in (plain, packed)] == [1.0, 1.4]
+    assert packed["prompt"]["packed_bytes"] < 0.72 * plain["prompt"]["packed_bytes"]
+    size(path, compress=Compress.lossless)
+    said = capsys.readouterr().out
+    assert "1 GiB, packed 731 MiB, and" in said
+    assert "packed      1.40 times smaller: expected of bfloat16, not measured" in said
+    size(path)
+    assert "packed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from lmcache_redis.errors import LMCacheRedisError
 from tests.cli.test_admin import one_sentence, run
 from tests.cli.test_top import Terminal
 from tests.harness import AgentServer, Engine, block_hashes
-from tests.scraping import get, head, port_in
+from tests.scraping import get, port_in
 from tests.servers import RedisServer
 
 HASHES = block_hashes("prompt", 16)
@@ -119,13 +119,6 @@ def test_requests_are_shown_only_if_the_agent_is_told_to(
             assert "absent" in text
         assert "<code>absent</code></td><td" not in page.partition("Last misses")[2]
         assert run("status", "--url", url_of(agent)).returncode == 0
-
-
-@pytest.mark.servers
-@pytest.mark.parametrize("path", ["/", "/metrics", "/healthz", "/status.json", "/why.json"])
-def test_every_page_answers_head(agent: AgentServer, path: str) -> None:
-    code, length, body = head(port_in(agent.log), path)
-    assert (code, length > 0, body) == (200, True, b"")
 
 
 @pytest.mark.servers

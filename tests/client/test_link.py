@@ -16,6 +16,7 @@ import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
+from lmcache_redis.client import link as link_module
 from lmcache_redis.client import news
 from lmcache_redis.client.link import AgentCall, AgentCalls, AgentLink, lose
 from lmcache_redis.transport import bind_router
@@ -151,6 +152,31 @@ def test_why_an_agent_cannot_be_used(agent: Agent, caplog: pytest.LogCaptureFixt
     agent.answer(refusal)
     assert link.wait_for(lambda: link.refusal is not None, WAIT_S)
     assert caplog.messages.count(why) == 2
+    link.close()
+
+
+def test_who_is_welcome_may_say_why_it_cannot_use_the_agent(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for as long as it is so. Nor is HELLO said where others could have put the socket."""
+    monkeypatch.setattr(link_module, "_REFUSED_TICK_S", 0.1)
+    reasons: list[str | None] = [None, "a reason", "a reason"]
+    directory = Path(agent.endpoint.removeprefix("ipc://")).parent
+    directory.chmod(0o777)
+    link = AgentLink(agent.endpoint, HELLO, on_welcome=lambda _: reasons.pop(), dead_after_s=WAIT_S)
+    assert link.wait_for(lambda: link.refusal is not None, WAIT_S)
+    assert "others can write to" in (link.refusal or "")
+    assert not agent.router.poll(300)
+    directory.chmod(0o700)
+    while reasons:
+        left = len(reasons)
+        (hello,) = agent.receive()  # or one that was repeated meanwhile: its WELCOME is ignored
+        agent.answer(welcome(hello))
+        link.wait_for(lambda left=left: len(reasons) < left, 0.5)
+    assert link.wait_for(lambda: link.online, WAIT_S)
+    assert link.refusal is None
+    assert len([each for each in caplog.messages if each.endswith("used: a reason")]) == 1
+    assert len([each for each in caplog.messages if "others can write to" in each]) == 1
     link.close()
 
 
@@ -382,6 +408,36 @@ def test_a_welcome_to_an_earlier_hello_is_ignored(agent: Agent) -> None:
     assert link.welcome is not None
     assert link.welcome.agent_id == "agent"
     link.close()
+
+
+def test_who_is_welcome_is_not_greeted_again(
+    agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first HELLO may go, and be answered, before the link hears that it is connected."""
+    wait = transport.AgentSocket.wait
+
+    def busy(self: transport.AgentSocket, timeout_s: float) -> tuple[bool, bool]:
+        has_messages, has_events = wait(self, timeout_s)
+        return has_messages, has_events and (has_messages or self.heard_s > 0)
+
+    monkeypatch.setattr(transport.AgentSocket, "wait", busy)
+    welcomes: list[m.Welcome] = []
+    link = AgentLink(
+        agent.endpoint, HELLO, dead_after_s=WAIT_S, on_welcome=lambda w: welcomes.append(w)
+    )
+    (hello,) = agent.receive()
+    agent.answer(welcome(hello))
+    assert link.wait_for(lambda: link.online, WAIT_S)
+    call = link.submit(m.EndSession, request_id="r")
+    assert agent.receive() == [m.EndSession(call.call_id, "r")]
+    agent.answer(welcome(hello))  # once more
+    agent.answer(m.Done(call.call_id))
+    assert call.wait(WAIT_S)
+    assert call.answer == m.Done(call.call_id)
+    assert link.welcome is welcomes[0], "what was registered with it is known by it"
+    assert len(welcomes) == 1
+    link.close()
+    assert agent.receive() == [m.Goodbye(0)]
 
 
 def test_an_agent_that_does_not_know_the_link_is_greeted_again(

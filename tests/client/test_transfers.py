@@ -87,14 +87,26 @@ def test_the_end_of_an_invisible_agent_is_never_known() -> None:
     assert not gone.agent_has_ended()
 
 
-@pytest.mark.parametrize("answer", [m.RetrieveResult(0, (1, 9)), m.Failure(0, "FAILED", "?"), None])
+# Of an answer that names what was not asked for, nothing is believed.
+@pytest.mark.parametrize(
+    "answer",
+    [
+        m.RetrieveResult(0, (1,)),
+        m.RetrieveResult(0, (1, 3)),
+        m.RetrieveResult(0, (-1,)),
+        m.Failure(0, "FAILED", "?"),
+        m.StoreResult(0, 3, 0, 0),
+        None,
+    ],
+)
 def test_failed_blocks_are_those_of_the_operation(answer: m.Answer | None) -> None:
     call, _ = played(P, True, False)
     call.end(answer)
     op = TransferOp([*range(10, 16)], [b"a", b"b", b"c"], 1)
     load = RetrieveTransfer(call, op, lease(False), None, lambda: False)
-    chosen = isinstance(answer, m.RetrieveResult)
-    assert load.failed_blocks == ({12, 13} if chosen else set(range(11, 16)))
+    is_good = answer == m.RetrieveResult(0, (1,))
+    assert load.failed_blocks == ({12, 13} if is_good else set(range(11, 16)))
+    assert [*load.failed_chunks] == ([1] if is_good else [0, 1, 2])
 
 
 @pytest.mark.parametrize("of", [1, 2, 3])

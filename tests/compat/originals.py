@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every name that the originals document, with its parameters there, and what differs here.
 
+`names.txt` has them. `# title | module there | module here` begins an interface, and `>` says which
+version its names are from. `name(parameters there) | what is different here`, or `| left out: why`;
+`| left out` alone: it is internal. A line that begins with spaces goes on with the one before.
+
 python -m tests.compat.originals     writes the tables into docs/reference/lmcache-names.md
 """
 
@@ -10,8 +14,7 @@ import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -47,7 +50,7 @@ class Interface:
     original: str
     here: str
     dated: str
-    names: Sequence[Name]
+    names: list[Name]
 
     def find(self, name: str) -> Any:
         """What has that name here; its type if it is an attribute of instances; None if nothing."""
@@ -112,11 +115,33 @@ def parameters(found: Any) -> str | None:
     return str(inspect.Signature(kept))
 
 
+def interfaces() -> list[Interface]:
+    """Those of `names.txt`."""
+    found: list[Interface] = []
+    text = Path(__file__).with_name("names.txt").read_text()
+    for line in re.sub(r"\n +", " ", text).splitlines():
+        if line.startswith("# "):
+            title, original, here = line[2:].split(" | ")
+            found.append(Interface(title, original, here, "", []))
+        elif line.startswith("> "):
+            found[-1] = replace(found[-1], dated=line[2:])
+        elif line:
+            found[-1].names.append(name_of(line))
+    return found
+
+
+def name_of(line: str) -> Name:
+    called, _, said = line.partition(" | ")
+    name, _, words = called.partition("(")
+    of_original = f"({words}" if words else None
+    if said.startswith("left out"):
+        return Name(name, of_original, left_out=said.partition(": ")[2] or INTERNAL)
+    return Name(name, of_original, said)
+
+
 def page() -> str:
     """docs/reference/lmcache-names.md with the tables as they are now."""
-    from tests.compat.names import INTERFACES
-
-    text = "\n\n".join(interface.section() for interface in INTERFACES)
+    text = "\n\n".join(interface.section() for interface in interfaces())
     return _TABLES.sub(lambda found: f"{found[1]}{text}\n\n{found[2]}", PAGE.read_text())
 
 

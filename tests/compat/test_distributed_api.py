@@ -78,21 +78,11 @@ def test_what_is_no_key_is_refused() -> None:
             ipc_keys_to_object_keys([value])  # type: ignore[list-item]
 
 
-def test_the_hash_of_the_documented_key_is_an_int() -> None:
-    assert ObjectKey.Bytes2IntHash(b"\x00\x01\x02\x03") == 0x010203
-
-
 def test_the_key_is_that_of_the_package() -> None:
     assert ObjectKey is keys.ObjectKey
 
 
 class TestMemoryLayoutDesc:
-    def test_any_number_of_tensors_and_dimensions(self) -> None:
-        shapes = [torch.Size(range(n)) for n in range(20)]
-        layout = MemoryLayoutDesc(shapes=shapes, dtypes=[torch.complex64] * 20)
-        assert layout.shapes == shapes
-        assert layout.dtypes == [torch.complex64] * 20
-
     def test_keeps_lists_of_torch_types(self) -> None:
         given: Any = ((2, 3), [4])
         layout = MemoryLayoutDesc(shapes=given, dtypes=(torch.int8, torch.uint8))  # type: ignore[arg-type]
@@ -101,10 +91,6 @@ class TestMemoryLayoutDesc:
         assert layout.dtypes == [torch.int8, torch.uint8]
         assert layout == MemoryLayoutDesc([torch.Size([2, 3]), torch.Size([4])], layout.dtypes)
         assert layout != MemoryLayoutDesc([torch.Size([2, 3]), torch.Size([5])], layout.dtypes)
-
-    def test_is_frozen(self) -> None:
-        with pytest.raises(AttributeError):
-            MemoryLayoutDesc([], []).shapes = []  # type: ignore[misc]
 
     @pytest.mark.parametrize(
         ("shapes", "dtypes", "message"),

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,12 +30,6 @@ from tests.servers import RedisServer
 
 GARBAGE = -1.0
 NO_CONTEXT: Any = None
-
-
-@pytest.fixture
-def agent(tmp_path: Path, server: RedisServer) -> Iterator[AgentServer]:
-    with AgentServer(tmp_path / "agent", server.unix_url) as agent:
-        yield agent
 
 
 @dataclass
@@ -146,8 +138,9 @@ def prompt(number: int, chunks: int) -> list[int]:
 
 
 @pytest.mark.servers
-@pytest.mark.parametrize("asks", [False, True], ids=["never asks", "asks"])
-@pytest.mark.parametrize("kill", [False, True], ids=["terminated", "killed"])
+@pytest.mark.parametrize(
+    ("asks", "kill"), [(False, True), (True, False)], ids=["never asks, killed", "asks, terminated"]
+)
 def test_an_agent_restarted_between_a_lookup_and_its_load(
     agent: AgentServer, asks: bool, kill: bool
 ) -> None:
@@ -283,29 +276,6 @@ class TestLoadsThatFailAllTheSame:
         store("d")
         assert agent.counter("gathered_chunks") == 2
         other.shutdown()
-
-    def test_a_welcome_while_failed_blocks_are_taken(
-        self, agent: AgentServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The link's thread says then too whether stores are held."""
-        engine = SmallEngine(agent, asks=True)
-        worker, tokens = engine.worker, prompt(1, 1)
-        op = LoadStoreOp([0, 1, 2, 3], tokens, None, 0, CHUNK)
-        worker.submit_retrieve_request("a", op)
-        wait_until(lambda: "a" in worker.get_finished(set())[1], "a load that fails")
-        take, welcome = worker._requests.take_failed_blocks, worker.link.welcome
-
-        def welcomed_and_taken() -> set[int]:
-            with ThreadPoolExecutor() as link_thread:
-                assert link_thread.submit(worker._welcomed, welcome).result() is None
-            return take()
-
-        monkeypatch.setattr(worker._requests, "take_failed_blocks", welcomed_and_taken)
-        assert worker.get_block_ids_with_load_errors() == {0, 1, 2, 3}
-        worker.submit_store_request("b", op)
-        engine.step({"b"})
-        assert agent.counter("gathered_chunks") == 1
-        engine.close()
 
     def test_without_an_agent_a_load_ends_with_its_lease(
         self, agent: AgentServer, monkeypatch: pytest.MonkeyPatch

@@ -142,17 +142,6 @@ def test_what_has_no_encoding() -> None:
         packed_reply(404, good)  # type: ignore[arg-type]
 
 
-def test_codes_of_dtypes() -> None:
-    names = [None, "float16", "float16", "bfloat16", "float32", "float64", "uint8"]
-    names += ["float8_e4m3fn", "float8_e5m2"]
-    for code, name in enumerate(names):
-        numbers = [200, 4, 1, code, 2, 1, 0, 0, 0]
-        message = unpacked_reply(struct.pack(REPLY, *numbers))
-        assert message[1].dtype_name == name
-        numbers[3] = 2 if code == 1 else code  # of the two codes of float16 the second is written
-        assert packed_reply(*message) == struct.pack(REPLY, *numbers)
-
-
 def test_codes_of_locations() -> None:
     assert LOCATION_TO_INT == {None: 0, "LocalCPUBackend": 1, "LocalDiskBackend": 2}
     assert INT_TO_LOCATION == {0: None, 1: "LocalCPUBackend", 2: "LocalDiskBackend"}

@@ -7,7 +7,6 @@ import itertools
 import multiprocessing
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,15 +31,8 @@ from tests.compat.adapters import (
     looked_up,
 )
 from tests.harness import AgentServer, wait_until
-from tests.servers import RedisServer
 
 LAYOUTS = "workers with different layouts are registered"
-
-
-@pytest.fixture
-def agent(tmp_path: Path, server: RedisServer) -> Iterator[AgentServer]:
-    with AgentServer(tmp_path / "agent", server.unix_url) as agent:
-        yield agent
 
 
 def store(worker: LMCacheMPWorkerAdapter, request_id: str = "a") -> None:

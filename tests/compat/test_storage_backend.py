@@ -18,7 +18,6 @@ import torch
 
 from lmcache_redis.compat.cache_engine_key import object_key_of
 from lmcache_redis.compat.storage_backend import (
-    CacheEngineKey,
     LMCacheEngineConfig,
     LMCacheEngineMetadata,
     LMCacheMemPoolMetadata,
@@ -169,14 +168,6 @@ def test_a_backend_of_ones_own() -> None:
         LMCBackendInterface()  # type: ignore[abstract]
 
 
-def test_another_process_lists_and_reads_the_keys(make: MakeFacade) -> None:
-    make("remote").put(engine_key(1), chunk_of(1))
-    other = make("hybrid")
-    (found,) = other.list()
-    assert found == CacheEngineKey("vllm", "org/model", 1, 0, engine_key(1).chunk_hash)
-    assert same(other.get(found), chunk_of(1))
-
-
 def test_the_smaller_limit_holds() -> None:
     chunk_bytes = chunk_of(0).numel() * 2
     room = 3.5 * chunk_bytes / (1 << 30)
@@ -248,13 +239,6 @@ def test_settings_are_any_object_with_the_attributes(server: RedisServer) -> Non
     backend.close()
 
 
-def test_defaults_of_the_configuration() -> None:
-    assert LMCacheEngineConfig.from_defaults() == LMCacheEngineConfig(
-        256, "cuda", 5, "redis://localhost:6379", "torch", False, False
-    )
-    assert LMCacheEngineConfig.from_defaults(128, "cpu", remote_url=None).remote_url is None
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "what"),
     [
@@ -271,7 +255,11 @@ def test_defaults_of_the_configuration() -> None:
         ("remote", {"remote_url": "mooncakestore://h:1"}, "must begin with redis://"),
         ("remote", {"remote_url": "redis-sentinel://"}, "empty host: write HOST:PORT,HOST:PORT"),
         ("remote", {"remote_url": "redis-sentinel://h:1/m"}, "database in the Redis URL"),
-        ("remote", {"remote_serde": "cachegen"}, "'cachegen'.*neither compressed nor quantized"),
+        (
+            "remote",
+            {"remote_serde": "cachegen"},
+            "'cachegen'.*never quantized, and LMCACHE_REDIS_COMPRESS=lossless",
+        ),
         ("pipelined", {"remote_serde": "kivi"}, "remote_serde is 'kivi'"),
         ("hybrid", {"local_device": "/data/kv"}, "a directory is for LMCLocalDiskBackend"),
         ("hybrid", {"remote_url": "lm://localhost:65432"}, "must begin with redis://"),
@@ -320,6 +308,33 @@ def test_the_environment_names_the_seal_keys(
     path.chmod(0o644)
     monkeypatch.setenv("LMCACHE_REDIS_SEAL_KEY_FILE", str(path))
     with pytest.raises(ConfigError, match="open to others"):
+        LMCRemoteBackend(config, METADATA, "cpu")
+
+
+def test_the_environment_says_whether_to_pack(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, key = config_of(remote_url=server.url), engine_key(1)
+    chunk = torch.randn(2, 2, 256, 8, 64).to(torch.bfloat16)
+
+    def stored_bytes() -> int:
+        with server.client() as client:
+            return sum(client.strlen(each) - 640 for each in client.scan_iter(count=1000))
+
+    monkeypatch.setenv("LMCACHE_REDIS_COMPRESS", "lossless")
+    packing = LMCRemoteBackend(config, METADATA, "cpu")
+    monkeypatch.delenv("LMCACHE_REDIS_COMPRESS")
+    plain = LMCRemoteBackend(config, METADATA, "cpu")
+    packing.put(key, chunk)
+    assert stored_bytes() < 0.78 * chunk.nbytes
+    assert torch.equal(plain.get(key), chunk)
+    plain.put(key, chunk)
+    assert stored_bytes() == chunk.nbytes
+    assert torch.equal(packing.get(key), chunk)
+    for each in (packing, plain):
+        each.close()
+    monkeypatch.setenv("LMCACHE_REDIS_COMPRESS", "zstd")
+    with pytest.raises(ConfigError, match="choose one of off, lossless"):
         LMCRemoteBackend(config, METADATA, "cpu")
 
 

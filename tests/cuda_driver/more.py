@@ -44,7 +44,3 @@ def has_happened(event: int) -> bool:
         return False
     driver._check(library, "cuEventQuery", code)
     return True
-
-
-def unload_module(module: int) -> None:
-    driver._call("cuModuleUnload", c_void_p(module))

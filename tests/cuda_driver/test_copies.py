@@ -173,19 +173,6 @@ def test_attributes_say_when_a_source_is_read(stream: int, order: int) -> None:
     assert found == {STREAM: {2}, DURING_CALL: {1}, ANY: {1, 2}}[order]
 
 
-def test_attributes_hold_from_a_copy_on(stream: int) -> None:
-    host, written = pinned(3 * PAGE)
-    address, memory = on_gpu(3 * PAGE)
-    written[:] = 1
-    cuda_driver.set("hang", -1)
-    copies = [(address + page * PAGE, host + page * PAGE, PAGE) for page in range(3)]
-    assert batch(copies, stream, (STREAM, DURING_CALL), (0, 2)) == (0, NONE)
-    written[:] = 2
-    cuda_driver.set("hang", 0)
-    driver.synchronize_stream(stream)
-    assert memory.reshape(3, PAGE)[:, 0].tolist() == [2, 2, 1]
-
-
 @pytest.mark.parametrize(
     ("orders", "firsts"),
     [((0,), (0,)), ((4,), (0,)), ((1,), (1,)), ((1, 1), (0, 0)), ((1, 1), (0, 3)), ((), ())],
@@ -235,23 +222,3 @@ def test_a_batch_takes_the_address_of_the_gpu(stream: int) -> None:
     driver.enqueue_copy_in(address, host, PAGE, stream)
     driver.synchronize_stream(stream)
     assert (memory[:PAGE] == 8).all()
-
-
-def test_long_batches_are_refused_or_do_not_end(stream: int) -> None:
-    host, written = pinned(3 * PAGE)
-    address, memory = on_gpu(3 * PAGE)
-    written[:] = 5
-    copies = [(address + page * PAGE, host + page * PAGE, PAGE) for page in range(3)]
-    cuda_driver.set("batch_most", 2)
-    assert batch(copies, stream) == (1, NONE)
-    assert batch(copies[:2], stream) == (0, NONE)
-    driver.synchronize_stream(stream)
-    assert (memory == 5).sum() == 2 * PAGE
-    cuda_driver.set("batch_hangs", 1)
-    assert batch(copies, stream) == (0, NONE)
-    event = driver.create_event()
-    driver.record_event(event, stream)
-    assert not more.has_happened(event)
-    cuda_driver.set("batch_hangs", 0)
-    driver.wait_for(event)
-    assert (memory == 5).all()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -49,38 +48,6 @@ def test_visible_devices_are_chosen(
     else:
         with refused(100):
             driver.device_uuids()
-
-
-def test_devices_have_names_and_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
-    uuids = ["01234567-89ab-cdef-0123-456789abcdef", SECOND]
-    monkeypatch.setenv("CUDA_STUB_UUIDS", ",".join(f"GPU-{uuid}" for uuid in uuids))
-    monkeypatch.setenv("CUDA_STUB_NAMES", "H100,H200")
-    cuda_driver.set("capability", 100)
-    assert driver.device_uuids() == uuids
-    assert [driver.device_name(ordinal) for ordinal in range(2)] == ["H100", "H200"]
-    major, minor = 75, 76
-    assert (driver.device_attribute(major, 0), driver.device_attribute(minor, 1)) == (10, 0)
-    with refused(101):
-        driver.device_name(2)
-
-
-def test_a_device_is_no_ordinal() -> None:
-    cuda_driver.set("devices", 2)
-    cuda_driver.set("first_device", 7)
-    assert driver.device_uuids() == [FIRST, SECOND]
-    assert driver.device_name(1) == "Stub GPU"
-    assert driver.device_attribute(driver.Attribute.COMPUTE_MODE, 1) == 0
-    driver.set_context(driver.retain_context(1))
-    assert more.current_device() == 8
-    driver.release_context(1)
-    with refused(101):
-        driver._device_attribute(driver.Attribute.COMPUTE_MODE, 1)
-
-
-def test_a_process_sees_one_instance_of_mig(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_STUB_UUIDS", f"MIG-{FIRST},MIG-{SECOND}")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"MIG-{SECOND},MIG-{FIRST}")
-    assert driver.device_uuids() == [SECOND]
 
 
 def test_memory_belongs_to_the_gpu_of_the_context() -> None:
@@ -127,13 +94,6 @@ def test_a_call_fails_as_often_as_asked(context: int) -> None:
         cuda_driver.fail("cuMemAlloc", 2)
 
 
-def test_a_call_may_take_long(context: int) -> None:
-    cuda_driver.set("cuMemGetInfo_v2.takes_us", 50_000)
-    began = time.monotonic()
-    more.free_memory()
-    assert time.monotonic() - began >= 0.05
-
-
 def test_a_call_may_not_return(context: int) -> None:
     cuda_driver.set("cuMemGetInfo_v2.hang", 1)
     done: list[int] = []
@@ -150,18 +110,6 @@ def test_a_call_may_not_return(context: int) -> None:
     cuda_driver.set("cuMemGetInfo_v2.hang", 0)
     thread.join(20)
     assert done
-
-
-def test_attributes_follow_the_settings() -> None:
-    host_pointer, rdma, fabric = 91, 110, 128
-
-    def found() -> list[int]:
-        return [driver.device_attribute(each, 0) for each in (host_pointer, rdma, fabric)]
-
-    assert found() == [1, 1, 0]
-    cuda_driver.set("distinct_pinned", 1)
-    cuda_driver.set("fabric", 1)
-    assert found() == [0, 1, 1]
 
 
 def test_a_hung_gpu_leaves_others_alone() -> None:
@@ -232,17 +180,6 @@ def test_a_fork_has_no_gpu(context: int) -> None:
 
 def test_a_fork_before_the_first_call_has_its_own() -> None:
     in_a_fork(lambda: driver.set_context(driver.retain_context(0)))
-    assert cuda_driver.counts() == {}
-
-
-def test_a_process_is_without_the_library_again(context: int) -> None:
-    driver.create_stream()
-    cuda_driver.unload()
-    if "LD_LIBRARY_PATH" not in os.environ and not os.path.exists("/dev/nvidiactl"):
-        with pytest.raises(driver.DriverError, match="no NVIDIA driver here"):
-            driver.device_uuids()
-    cuda_driver.load()
-    assert driver.device_uuids() == [FIRST]
     assert cuda_driver.counts() == {}
 
 

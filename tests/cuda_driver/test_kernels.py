@@ -9,7 +9,6 @@ import pytest
 from lmcache_redis.device import driver
 from lmcache_redis.errors import GpuLost
 from tests import cuda_driver
-from tests.cuda_driver import more
 from tests.cuda_driver.buffers import FRESH, PAGE, Bytes, on_gpu, refused
 
 BLOCKS, WORDS = 16, 8
@@ -90,22 +89,6 @@ def test_pages_are_gathered_and_scattered(stream: int, width: int) -> None:
     assert (here.pages == expected).all()
 
 
-def test_programs_run_in_any_order(stream: int) -> None:
-    """Of those that write one place, no one is always the last."""
-    here = Pages(16, 16)
-    here.pages[0, :, :] = np.arange(BLOCKS, dtype=np.uint8)[:, None]
-    function = function_of("gather_16")
-    rows = numbers_on_gpu([[here.address, 16, 0, block, 1, 1, 16, 0] for block in range(BLOCKS)])
-    ids = numbers_on_gpu(range(BLOCKS))
-    last = set()
-    for _ in range(40):
-        arguments = [rows, ids, here.staging, BLOCKS, here.stride]
-        driver.launch(function, (BLOCKS, 1), 128, [*arguments, 0, 0], stream)
-        driver.synchronize_stream(stream)
-        last.add(int(here.staged.reshape(-1)[0]))
-    assert len(last) > BLOCKS // 2
-
-
 @pytest.mark.parametrize("wrong_id", [1 << 20, 10**9])
 @pytest.mark.parametrize("name", ["gather_16", "scatter_16"])
 def test_an_access_outside_is_fatal(stream: int, name: str, wrong_id: int) -> None:
@@ -123,14 +106,6 @@ def test_a_misaligned_access_is_fatal(stream: int) -> None:
         here.launch(function_of("gather_16"), [[0, 1, 2, 3]] * 2, stream)
 
 
-def test_a_program_moves_at_most_512_units(stream: int) -> None:
-    here = Pages(1, 600)
-    random_bytes(here.pages)
-    here.launch(function_of("gather_1"), [[0, 1, 2, 3]] * 2, stream)
-    assert (here.staged[0, 0, :, :512] == here.pages[0, :4, :512]).all()
-    assert (here.staged[:, :, :, 512:] == FRESH).all()
-
-
 @pytest.mark.parametrize(
     ("head", "code"),
     [
@@ -143,60 +118,3 @@ def test_a_program_moves_at_most_512_units(stream: int) -> None:
 def test_wrong_modules_are_refused(context: int, head: dict[str, object], code: int) -> None:
     with refused(code):
         function_of("gather_16", **head)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (b".param .u64", b".param .u32"),
-        (b".entry", b".func"),
-        (b".version 8.0", b""),
-        (b".target sm_80", b""),
-        (b".address_size 64", b""),
-        (b"gather_16", b"gather_32"),
-        (b"gather_16", b"gather_16_old"),
-        (b"gather_16", b"other"),
-    ],
-)
-def test_an_unknown_kernel_is_refused(context: int, old: bytes, new: bytes) -> None:
-    with refused(218):
-        driver.load_module(cuda_driver.ptx("gather_16").replace(old, new))
-
-
-def test_a_module_has_its_entries(context: int) -> None:
-    module = driver.load_module(cuda_driver.ptx("gather_16", "scatter_2"))
-    assert driver.function_of(module, "gather_16") != driver.function_of(module, "scatter_2")
-    with refused(500):
-        driver.function_of(module, "gather_2")
-
-
-def test_a_module_outlives_its_launches(stream: int) -> None:
-    here = Pages(16, 64)
-    module = driver.load_module(cuda_driver.ptx("gather_16"))
-    function = driver.function_of(module, "gather_16")
-    rows, ids = numbers_on_gpu(here.rows()), numbers_on_gpu([0, 1, 2, 3])
-    arguments = [rows, ids, here.staging, 4, here.stride, 0, 0]
-    cuda_driver.set("hang", -1)
-    driver.launch(function, (8, 1), 128, arguments, stream)
-    with refused(1):
-        more.unload_module(module)
-    cuda_driver.set("hang", 0)
-    driver.synchronize()
-    more.unload_module(module)
-    with refused(400):
-        driver.launch(function, (8, 1), 128, arguments, stream)
-    with refused(400):
-        more.unload_module(module)
-
-
-@pytest.mark.parametrize(
-    ("grid", "threads", "scratch"),
-    [((0, 1), 128, 0), ((1, 65536), 128, 0), ((1, 1), 64, 0), ((1, 1), 128, 8)],
-)
-def test_wrong_launches_are_refused(
-    stream: int, grid: tuple[int, int], threads: int, scratch: int
-) -> None:
-    here = Pages(16, 64)
-    arguments = [here.address, here.address, here.staging, 4, here.stride, scratch, 0]
-    with refused(1):
-        driver.launch(function_of("gather_16"), grid, threads, arguments, stream)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from lmcache_redis.device import driver
 from lmcache_redis.errors import CudaError
 from tests import cuda_driver
-from tests.cuda_driver import more
 from tests.cuda_driver.buffers import FRESH, PAGE, on_gpu, pageable, pinned, refused
 
 
@@ -39,34 +37,6 @@ def test_memory_is_freed_once(context: int) -> None:
     with refused(1):
         driver.free(address)
     assert cuda_driver.counts() == {"contexts": 1, "refusals": 2}
-
-
-def test_memory_of_a_gpu_is_bounded(context: int) -> None:
-    cuda_driver.set("memory_mib", 1)
-    address = driver.allocate(1 << 19)
-    assert more.free_memory() == (1 << 19, 1 << 20)
-    with refused(2):
-        driver.allocate((1 << 19) + 1)
-    driver.free(address)
-    driver.allocate(1 << 20)
-
-
-def test_memory_for_a_fabric_has_no_descriptor(context: int) -> None:
-    for exists in (0, 1):
-        cuda_driver.set("fabric", exists)
-        for handles in (cuda_driver.BY_DESCRIPTOR, cuda_driver.BY_FABRIC):
-            if handles == cuda_driver.BY_FABRIC and not exists:
-                with pytest.raises(AssertionError, match="cuMemCreate: 801"):
-                    cuda_driver.map_pieces(1, handles=handles)
-                continue
-            piece = driver.retain_allocation(cuda_driver.map_pieces(1, handles=handles))
-            assert driver.is_for_fabric(piece) == (handles == cuda_driver.BY_FABRIC)
-            if driver.is_for_fabric(piece):
-                with refused(1):
-                    driver.export_allocation(piece)
-            else:
-                os.close(driver.export_allocation(piece))
-            driver.release_allocation(piece)
 
 
 def test_freeing_waits_for_the_work_of_the_gpu(stream: int) -> None:
@@ -131,15 +101,6 @@ def test_only_memory_of_the_process_is_registered(context: int) -> None:
         driver.pin(host, 1 << 44)
     with refused(1):
         driver.pin(driver.allocate(PAGE), PAGE)
-
-
-def test_a_large_registration_may_fail(context: int) -> None:
-    host, _ = pageable(2 << 20)
-    cuda_driver.set("pin_most_mib", 1)
-    with refused(2):
-        driver.pin(host, (1 << 20) + PAGE)
-    driver.pin(host, 1 << 20)
-    driver.pin(host + (1 << 20), 1 << 20)
 
 
 @pytest.mark.parametrize("distinct", [0, 1])

@@ -83,30 +83,6 @@ def test_a_mapping_outlives_the_exporter(peer: Peer) -> None:
         driver.open_memory(handle)
 
 
-def test_a_small_allocation_is_shared_with_its_block(peer: Peer) -> None:
-    """Where in it the handle of a part leads is not told: here to the beginning."""
-    parts = [exported(peer, PAGE) for _ in range(2)]
-    addresses, handles = zip(*parts, strict=True)
-    assert addresses[1] == addresses[0] + PAGE
-    opened = [driver.open_memory(handle) for handle in handles]
-    assert opened[0] == opened[1]
-    here = opened[0]
-    assert driver.allocation_of(here) == (here, cuda_driver.PIECE_BYTES)
-    peer(f"bytes_at({addresses[0]}, {2 * PAGE}).fill(9)")
-    (places,) = np.nonzero(bytes_at(here, cuda_driver.PIECE_BYTES) == 9)
-    assert (places[0] > 0, len(places)) == (True, 2 * PAGE)
-    with pytest.raises(PeerError, match="error 1 "):
-        peer(f"driver.free({addresses[1]})")
-    peer(f"driver.free(driver.allocate({PAGE}))")  # no handle of it was made
-    for _ in handles:
-        driver.close_memory(here)
-    for address in addresses:
-        peer(f"driver.free({address})")
-    assert cuda_driver.counts(peer.environment) == {"contexts": 1, "refusals": 1}
-    with refused(400):
-        driver.open_memory(handles[0])
-
-
 def test_freed_memory_cannot_be_opened(peer: Peer) -> None:
     address, handle = exported(peer)
     peer(f"driver.free({address})")
@@ -212,11 +188,6 @@ def test_an_older_driver_has_no_batches() -> None:
     with closing(Peer(cuda_driver.environment(batch=False))) as peer:
         assert peer("driver.has('cuMemcpyBatchAsync')") is False
         assert peer("driver.has('cuMemMap')") is True
-
-
-def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(AssertionError, match="no such settings"):
-        cuda_driver.environment(sead=1)
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -92,24 +92,6 @@ def test_an_event_happens_when_earlier_work_has_ended(stream: int) -> None:
     cuda_driver.set("hang", 0)
 
 
-def test_another_stream_waits_for_an_event(stream: int) -> None:
-    second, event = driver.create_stream(), driver.create_event()
-    page, values = pinned(PAGE)
-    slot = values.view("u8")[:1]
-    cuda_driver.set("delay_us", 500)
-    for _ in range(40):
-        driver.write_value(stream, page, 1)
-        driver.record_event(event, stream)
-        assert cuda_driver.load().cuStreamWaitEvent(*pointers(second, event), 0) == 0
-        driver.write_value(second, page, 2)
-        driver.synchronize()
-        assert slot[0] == 2
-
-
-def pointers(*numbers: int) -> list[driver.c_void_p]:
-    return [driver.c_void_p(number) for number in numbers]
-
-
 def test_what_is_destroyed_is_not_used(stream: int) -> None:
     event = driver.create_event()
     page, values = pinned(PAGE)

@@ -10,8 +10,6 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from demo.model import (
-    CPU_SHAPE,
-    CUDA_SHAPE,
     VOCABULARY,
     ModelShape,
     make_model,
@@ -21,24 +19,11 @@ from demo.model import (
 TINY = ModelShape(layers=1, dtype="float32", itemsize=4)
 
 
-def test_the_model_has_64_kib_of_kv_a_token() -> None:
-    assert CPU_SHAPE.kv_bytes_per_token == 64 << 10
-    assert CUDA_SHAPE.kv_bytes_per_token == 64 << 10
-
-
 def test_kv_bytes_follow_from_the_config_that_is_written(tmp_path: Path) -> None:
     make_model(tmp_path / "model", TINY, max_tokens=100)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     width = config["num_key_value_heads"] * config["head_dim"]
     assert TINY.kv_bytes_per_token == config["num_hidden_layers"] * 2 * width * TINY.itemsize
-
-
-def test_a_model_is_written_once(tmp_path: Path) -> None:
-    directory = tmp_path / "model"
-    assert make_model(directory, TINY, max_tokens=100)
-    written_ns = (directory / "model.safetensors").stat().st_mtime_ns
-    assert not make_model(directory, TINY, max_tokens=100)
-    assert (directory / "model.safetensors").stat().st_mtime_ns == written_ns
 
 
 def test_a_half_written_model_is_written_again(tmp_path: Path) -> None:
@@ -47,14 +32,8 @@ def test_a_half_written_model_is_written_again(tmp_path: Path) -> None:
     (directory / "model.safetensors").write_bytes(b"half")
     assert make_model(directory, TINY, max_tokens=100)
     assert len(load_file(directory / "model.safetensors")) == 12
-
-
-def test_another_model_is_replaced(tmp_path: Path) -> None:
-    directory = tmp_path / "model"
-    make_model(directory, TINY, max_tokens=100)
-    assert make_model(directory, TINY, max_tokens=100_000)
-    config = json.loads((directory / "config.json").read_text())
-    assert config["max_position_embeddings"] >= 100_000
+    assert not make_model(directory, TINY, max_tokens=100)
+    assert make_model(directory, TINY, max_tokens=100_000), "another model replaces it"
 
 
 def test_the_weights_are_spread_and_the_same_everywhere(tmp_path: Path) -> None:

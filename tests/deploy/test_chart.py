@@ -22,8 +22,8 @@ from tests.release import chart_version
 pytest.importorskip("helm_python", reason="needs helm-python-sdk, which has a wheel for x86-64")
 validator = pytest.importorskip("kubernetes_validate")
 
-# The oldest version that has native sidecars switched on, one in between, the newest known.
-KUBERNETES = ("1.29", "1.33", "1.37")
+# The oldest version that has native sidecars switched on, the newest known.
+KUBERNETES = ("1.29", "1.37")
 AGENT = "lmcache-redis-agent"
 MONITORED = {name: {"enabled": True} for name in ("podMonitor", "prometheusRule", "dashboard")}
 SPREAD = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}

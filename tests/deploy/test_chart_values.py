@@ -118,7 +118,7 @@ def test_settings_that_reload_roll_no_pod(mode: str) -> None:
 
     other = {
         "log_level": "debug", "write_queue_bytes": "1GiB", "disk_size": "1GiB",
-        "session_timeout_s": 9, "heartbeat_timeout_s": 9, "shutdown_deadline_s": 9,
+        "shutdown_deadline_s": 9,
     }  # fmt: skip
     assert set(other) == set(RELOADABLE)
     assert template() == template(**other)
@@ -258,12 +258,6 @@ def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
         [promtool, "check", "rules", tmp_path / "rules.yml"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_grafana_takes_the_dashboard() -> None:
-    found = find(chart.render(RELEASES["sidecars"]), "ConfigMap", "-dashboard")
-    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert json.loads(found["data"]["lmcache-redis.json"]) == json.loads(DASHBOARD.read_text())
 
 
 def test_a_packed_chart_has_what_its_links_point_at(tmp_path: Path) -> None:

@@ -157,11 +157,3 @@ def test_a_service_of_kserve_gets_a_sidecar(tmp_path: Path) -> None:
         "spec": {**spec, "containers": [{"name": "kserve-container", **model}]},
     }  # fmt: skip
     validator.validate(pod, "1.33", strict=True)
-
-
-def test_the_values_for_production_stack_have_the_label() -> None:
-    values = yaml.safe_load((STACK / "values.yaml").read_text())
-    for model in values["servingEngineSpec"]["modelSpec"]:
-        assert model["labels"] == {LABEL: "command"}
-    (found,) = yaml.safe_load((STACK / "kustomization.yaml").read_text())["helmCharts"]
-    assert (STACK / found["valuesFile"]).exists()

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lmcache_redis.agent.main import RELOADABLE
 from lmcache_redis.config import ClientConfig
 from tests.deploy import chart
 from tests.deploy.chart import Document, containers, documents, pods
@@ -80,8 +79,3 @@ def test_the_values_of_the_page_are_taken() -> None:
     found = documents(chart.render(values))
     assert {"PodMonitor", "PrometheusRule", "Deployment"} <= {each["kind"] for each in found}
     assert "StatefulSet" not in {each["kind"] for each in found}, "the server is managed"
-
-
-def test_the_page_names_what_restarts_nothing() -> None:
-    (sentence,) = re.findall(r"^(`log-level`.*?)restart nothing", PAGE, re.M | re.S)
-    assert {name.replace("-", "_") for name in re.findall(r"`([^`]+)`", sentence)} == {*RELOADABLE}

@@ -68,7 +68,7 @@ def as_user(user: int, *capabilities: str) -> str:
     )
 
 
-@pytest.mark.parametrize("mode", ["sidecar", "daemonset"])
+@pytest.mark.parametrize("mode", ["sidecar", pytest.param("daemonset", marks=pytest.mark.long)])
 def test_agent_and_engine_meet(mode: str, tmp_path: Path) -> None:
     if (reason := why_not()) is not None:
         pytest.skip(reason)

@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lmcache_redis.device import driver
 from lmcache_redis.device.cuda import CudaDevice
@@ -21,11 +24,17 @@ from lmcache_redis.native.madvise import address_of
 from tests import cuda_driver
 from tests.cuda_driver import more
 from tests.device.gpu_exporter import GpuExporter
-from tests.device.layouts import Call, Paged
+from tests.device.layouts import Call, Paged, calls
 
 GUARD = 0xC3
 _GAP_BYTES = 48
 Int64s = npt.NDArray[np.int64]
+
+
+NEEDS_DRIVER = [
+    pytest.mark.servers,
+    pytest.mark.skipif(bool(cuda_driver.missing()), reason=str(cuda_driver.missing())),
+]
 
 
 def unpinned_gpus(direct_copy_bytes: int = 64 << 10) -> Gpus:
@@ -189,6 +198,26 @@ def check_on_gpu(
         assert np.array_equal(host.memory, before)
     finally:
         device.close()
+
+
+def check_both_directions(
+    engine: GpuExporter, memory: tuple[View, Host], direct_copy_bytes: int, examples: int
+) -> None:
+    """Any layout, page size, alignment, stripes, skipped blocks, number of chunks."""
+    view, host = memory
+    gpus = Gpus(direct_copy_bytes, host.pieces_of)
+
+    @settings(max_examples=examples)
+    @given(
+        st.sampled_from([1, 2, 4, 8, 16]).flatmap(lambda granule: calls(granule, "cuda")),
+        st.sampled_from([0, 0, 1, 8]),
+        st.sampled_from([0, 0, 1, 16, 300]),
+    )
+    def check(call: Call, shift: int, gap: int) -> None:
+        call.stripe_payload_bytes = max(call.stripe_payload_bytes, call.chunk_bytes // 64)
+        check_on_gpu(engine, view, host, gpus, call, shift=shift, gap=gap)
+
+    check()
 
 
 def plain(page_bytes: int, blocks: int, segments: int, stride: int | None = None) -> KVLayout:

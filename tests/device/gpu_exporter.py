@@ -79,6 +79,12 @@ class GpuExporter:
         ticket: int = self.ask("write late", seed, times)
         return ticket
 
+    def __enter__(self) -> GpuExporter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate()

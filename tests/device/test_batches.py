@@ -15,32 +15,16 @@ from lmcache_redis.device.gpu import Batches, CopyStream, Gpus
 from lmcache_redis.errors import DeviceError, GpuLost
 from tests import cuda_driver
 from tests.cuda_driver.buffers import bytes_at
-from tests.device.gpu_calls import Host, View, plain, range_of, viewed
+from tests.device.gpu_calls import NEEDS_DRIVER, Host, View, plain, range_of
 from tests.device.gpu_exporter import PIECE_BYTES, GpuExporter
 from tests.device.layouts import one
 
-pytestmark = [
-    pytest.mark.servers,
-    pytest.mark.skipif(bool(cuda_driver.missing()), reason=str(cuda_driver.missing())),
-]
+pytestmark = NEEDS_DRIVER
 BATCH, OUT = "cuMemcpyBatchAsync", "cuMemcpyDtoHAsync_v2"
 PAGE, BLOCKS, COPIES = 512, 4096, 1300
 DIRECT = 1
 IDS = np.random.default_rng(1).permutation(BLOCKS)[:COPIES].tolist()
 SAID = "copies one by one from now on"
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[GpuExporter]:
-    started = GpuExporter(PIECE_BYTES, None, cuda_driver.environment())
-    yield started
-    started.kill()
-
-
-@pytest.fixture
-def memory(engine: GpuExporter) -> Iterator[tuple[View, Host]]:
-    with viewed(engine) as both:
-        yield both
 
 
 class Moves:

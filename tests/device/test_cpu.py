@@ -31,7 +31,6 @@ from tests.device.exporter import BLOCKS, LAYERS, TOKENS, Exporter, bytes_of, ma
 from tests.device.layouts import (
     Call,
     Paged,
-    blocks_of,
     check_call,
     empty_slots,
     filled_slots,
@@ -247,26 +246,6 @@ Own = tuple[dict[str, torch.Tensor], KVLayout, list[SharedMemoryHandle]]
 
 
 class TestRoundTrip:
-    @settings(max_examples=40)
-    @given(data=st.data())
-    def test_what_was_scattered_is_gathered(self, own: Own, data: st.DataObject) -> None:
-        caches, layout, handles = own
-        ids = data.draw(blocks_of(BLOCKS, unique=True))
-        stripe = data.draw(st.integers(64, 4096))
-        device = CpuDevice([layout], handles)
-        before = as_paged(layout, bytes_of(caches))
-        slots = empty_slots(len(ids) * layout.block_bytes, stripe)
-        device.gather(one(ids, slots, stripe))
-        assert b"".join(slots) == before.chunk(ids)
-        device.scatter(one(ids, slots, stripe))
-        assert bytes_of(caches) == [each.tobytes() for each in before.storages]
-        others = data.draw(st.permutations(range(BLOCKS)))[: len(ids)]
-        device.scatter(one(others, slots, stripe))
-        again = empty_slots(len(ids) * layout.block_bytes, stripe)
-        device.gather(one(others, again, stripe))
-        assert again == slots
-        device.close()
-
     @settings(max_examples=40)
     @given(data=st.data(), count=st.integers(1, 3), stripe=st.integers(64, 4096))
     def test_several_chunks_in_a_call(

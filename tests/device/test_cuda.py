@@ -8,44 +8,35 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from lmcache_redis.device import driver
 from lmcache_redis.device.calls import ChunkCopy, CopyCall
 from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
 from tests import cuda_driver
-from tests.device.gpu_calls import Host, View, check_on_gpu, plain, range_of, viewed
+from tests.device.gpu_calls import (
+    NEEDS_DRIVER,
+    Host,
+    View,
+    check_both_directions,
+    check_on_gpu,
+    plain,
+    range_of,
+)
 from tests.device.gpu_exporter import PIECE_BYTES, GpuExporter
-from tests.device.layouts import Call, Paged, calls, one
+from tests.device.layouts import Call, Paged, one
 
-pytestmark = [
-    pytest.mark.servers,
-    pytest.mark.skipif(bool(cuda_driver.missing()), reason=str(cuda_driver.missing())),
-]
+pytestmark = NEEDS_DRIVER
 DIRECT, BY_KERNEL = 1, 1 << 40  # Gpus.direct_copy_bytes
 
 
 @pytest.fixture(scope="module", params=[None, 1], ids=["one allocation", "pieces"])
 def engine(request: pytest.FixtureRequest) -> Iterator[GpuExporter]:
-    started = GpuExporter(PIECE_BYTES, request.param, cuda_driver.environment())
-    yield started
-    started.kill()
-
-
-@pytest.fixture
-def memory(engine: GpuExporter) -> Iterator[tuple[View, Host]]:
-    with viewed(engine) as both:
-        yield both
+    with GpuExporter(PIECE_BYTES, request.param, cuda_driver.environment()) as started:
+        yield started
 
 
 each_way = pytest.mark.parametrize("direct_copy_bytes", [DIRECT, BY_KERNEL])
-each_driver = pytest.mark.parametrize("batch", [True, False])
-
-
-def without_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "has", lambda name: name != "cuMemcpyBatchAsync")
+each_driver = pytest.mark.parametrize("batch", [True, False], indirect=True)
 
 
 @each_way
@@ -55,26 +46,10 @@ def test_both_directions(
     memory: tuple[View, Host],
     direct_copy_bytes: int,
     batch: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Any layout, page size, alignment, stripes, skipped blocks, number of chunks."""
-    if not batch:
-        without_batch(monkeypatch)
-    view, host = memory
-    gpus = Gpus(direct_copy_bytes, host.pieces_of)
     cuda_driver.set("delay_us", 50)
-
-    @settings(max_examples=60)
-    @given(
-        st.sampled_from([1, 2, 4, 8, 16]).flatmap(lambda granule: calls(granule, "cuda")),
-        st.sampled_from([0, 0, 1, 8]),
-        st.sampled_from([0, 0, 1, 16, 300]),
-    )
-    def check(call: Call, shift: int, gap: int) -> None:
-        call.stripe_payload_bytes = max(call.stripe_payload_bytes, call.chunk_bytes // 64)
-        check_on_gpu(engine, view, host, gpus, call, shift=shift, gap=gap)
-
-    check()
+    check_both_directions(engine, memory, direct_copy_bytes, examples=25)
 
 
 @each_way
@@ -84,11 +59,8 @@ def test_a_chunk_of_4096_scattered_blocks_of_one_token(
     memory: tuple[View, Host],
     direct_copy_bytes: int,
     batch: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No two of them are neighbours, and there are bytes between all pages."""
-    if not batch:
-        without_batch(monkeypatch)
     view, host = memory
     random = np.random.default_rng(4)
     layout = plain(16, 8192, 2, stride=24)
@@ -115,6 +87,7 @@ BATCH, COPY = "cuMemcpyBatchAsync", "cuMemcpyDtoHAsync_v2"
         (BY_KERNEL, 64, True, {BATCH: 1}),
         (BY_KERNEL, 64, False, {COPY: 8}),
     ],
+    indirect=["batch"],
 )
 def test_a_call_takes_few_submissions(
     engine: GpuExporter,
@@ -123,10 +96,7 @@ def test_a_call_takes_few_submissions(
     gap: int,
     batch: bool,
     expected: dict[str, int],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if not batch:
-        without_batch(monkeypatch)
     host = memory[1]
     device = CudaDevice(
         [plain(8192, 8, 2)],

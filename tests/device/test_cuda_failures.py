@@ -15,15 +15,21 @@ from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
 from lmcache_redis.errors import DeviceError, GpuLost
 from tests import cuda_driver
-from tests.device.gpu_calls import GUARD, Host, View, plain, range_of, unpinned_gpus, viewed
+from tests.device.gpu_calls import (
+    GUARD,
+    NEEDS_DRIVER,
+    Host,
+    View,
+    plain,
+    range_of,
+    unpinned_gpus,
+    viewed,
+)
 from tests.device.gpu_exporter import GpuExporter
 from tests.device.layouts import one
 from tests.servers import wait_until
 
-pytestmark = [
-    pytest.mark.servers,
-    pytest.mark.skipif(bool(cuda_driver.missing()), reason=str(cuda_driver.missing())),
-]
+pytestmark = NEEDS_DRIVER
 DIRECT, BY_KERNEL = 1, 1 << 40
 PAGE, BLOCKS = 512, 8
 SIZE = 1 << 16
@@ -34,15 +40,8 @@ each_way = pytest.mark.parametrize("direct_copy_bytes", [DIRECT, BY_KERNEL])
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[GpuExporter]:
-    started = GpuExporter(SIZE, None, cuda_driver.environment(devices=2))
-    yield started
-    started.kill()
-
-
-@pytest.fixture
-def memory(engine: GpuExporter) -> Iterator[tuple[View, Host]]:
-    with viewed(engine) as both:
-        yield both
+    with GpuExporter(SIZE, None, cuda_driver.environment(devices=2)) as started:
+        yield started
 
 
 @pytest.fixture(params=[DIRECT, BY_KERNEL], ids=["direct", "by kernel"])

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lmcache_redis.device import driver
 from lmcache_redis.device.cuda import CudaDevice
@@ -21,9 +19,17 @@ from lmcache_redis.device.gpu import Gpus
 from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.errors import DeviceError
 from tests.cuda_driver import more
-from tests.device.gpu_calls import Host, View, check_on_gpu, plain, range_of, seen, unpinned_gpus
+from tests.device.gpu_calls import (
+    Host,
+    View,
+    check_both_directions,
+    plain,
+    range_of,
+    seen,
+    unpinned_gpus,
+)
 from tests.device.gpu_exporter import PIECE_BYTES, GpuExporter, content
-from tests.device.layouts import Call, calls, one
+from tests.device.layouts import one
 
 pytestmark = [pytest.mark.cuda, pytest.mark.servers]
 DIRECT, BY_KERNEL = 1, 1 << 40
@@ -44,16 +50,14 @@ def _on_a_gpu() -> None:
 # Descriptors first: what vLLM's cumem allocator makes of a KV cache is shared by them.
 @pytest.fixture(scope="module", params=[1, None], ids=["pieces", "one allocation"])
 def engine(_on_a_gpu: None, request: pytest.FixtureRequest) -> Iterator[GpuExporter]:
-    started = GpuExporter(PIECE_BYTES, request.param)
-    yield started
-    started.kill()
+    with GpuExporter(PIECE_BYTES, request.param) as started:
+        yield started
 
 
 @pytest.fixture(scope="module", params=[4, None], ids=["pieces", "one allocation"])
 def large(_on_a_gpu: None, request: pytest.FixtureRequest) -> Iterator[GpuExporter]:
-    started = GpuExporter(4 * PIECE_BYTES, request.param)
-    yield started
-    started.kill()
+    with GpuExporter(4 * PIECE_BYTES, request.param) as started:
+        yield started
 
 
 @pytest.fixture
@@ -66,30 +70,11 @@ each_way = pytest.mark.parametrize("direct_copy_bytes", [DIRECT, BY_KERNEL])
 
 
 @each_way
-@pytest.mark.parametrize("batch", [True, False])
+@pytest.mark.parametrize("batch", [True, False], indirect=True)
 def test_both_directions(
-    engine: GpuExporter,
-    memory: tuple[View, Host],
-    direct_copy_bytes: int,
-    batch: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: GpuExporter, memory: tuple[View, Host], direct_copy_bytes: int, batch: bool
 ) -> None:
-    if not batch:
-        monkeypatch.setattr(driver, "has", lambda name: name != "cuMemcpyBatchAsync")
-    view, host = memory
-    gpus = Gpus(direct_copy_bytes, host.pieces_of)
-
-    @settings(max_examples=100)
-    @given(
-        st.sampled_from([1, 2, 4, 8, 16]).flatmap(lambda granule: calls(granule, "cuda")),
-        st.sampled_from([0, 0, 1, 8]),
-        st.sampled_from([0, 0, 1, 16, 300]),
-    )
-    def check(call: Call, shift: int, gap: int) -> None:
-        call.stripe_payload_bytes = max(call.stripe_payload_bytes, call.chunk_bytes // 64)
-        check_on_gpu(engine, view, host, gpus, call, shift=shift, gap=gap)
-
-    check()
+    check_both_directions(engine, memory, direct_copy_bytes, examples=100)
 
 
 @pytest.mark.parametrize("page_bytes", [2 << 10, 32 << 10, 64 << 10, 73_728, MIB])

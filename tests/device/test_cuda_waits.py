@@ -14,14 +14,11 @@ import pytest
 from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import CopyStream, Gpus
 from tests import cuda_driver
-from tests.device.gpu_calls import Host, View, plain, range_of
+from tests.device.gpu_calls import NEEDS_DRIVER, Host, View, plain, range_of
 from tests.device.gpu_exporter import GpuExporter, content
 from tests.device.layouts import one
 
-pytestmark = [
-    pytest.mark.servers,
-    pytest.mark.skipif(bool(cuda_driver.missing()), reason=str(cuda_driver.missing())),
-]
+pytestmark = NEEDS_DRIVER
 DIRECT, BY_KERNEL = 1, 1 << 40
 PAGE, BLOCKS, SEGMENTS, ROUNDS = 2048, 8, 4, 25
 SIZE = PAGE * BLOCKS * SEGMENTS
@@ -35,9 +32,10 @@ KERNEL = (CopyStream, "wait_for_kernel")
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[GpuExporter]:
-    started = GpuExporter(SIZE, None, cuda_driver.environment(delay_us=1500, piece_bytes=4096))
-    yield started
-    started.kill()
+    with GpuExporter(
+        SIZE, None, cuda_driver.environment(delay_us=1500, piece_bytes=4096)
+    ) as started:
+        yield started
 
 
 class Rounds:

@@ -31,23 +31,14 @@ def changed(handle: CudaHandle, **changes: Any) -> CudaHandle:
 @pytest.fixture(scope="module", params=[None, 3], ids=["one allocation", "pieces"])
 def either(request: pytest.FixtureRequest) -> Iterator[GpuExporter]:
     size_bytes = (request.param or 1) * PIECE_BYTES
-    started = GpuExporter(size_bytes, request.param, cuda_driver.environment())
-    yield started
-    started.kill()
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[GpuExporter]:
-    started = GpuExporter(PIECE_BYTES, None, cuda_driver.environment())
-    yield started
-    started.kill()
+    with GpuExporter(size_bytes, request.param, cuda_driver.environment()) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
 def pieces() -> Iterator[GpuExporter]:
-    started = GpuExporter(2 * PIECE_BYTES, 2, cuda_driver.environment())
-    yield started
-    started.kill()
+    with GpuExporter(2 * PIECE_BYTES, 2, cuda_driver.environment()) as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)

@@ -67,6 +67,7 @@ def run(words: Sequence[object], timeout_s: float = 60, **environment: str) -> s
     return done.stdout
 
 
+@pytest.mark.long  # `TestBuild` says that the text is made of this source
 @pytest.mark.servers
 @pytest.mark.timeout(700)  # a minute on two idle cores
 def test_under_the_interpreter() -> None:
@@ -118,15 +119,14 @@ class TestText:
 @pytest.mark.servers
 class TestBuild:
     def test_the_package_has_what_the_source_gives(self, tmp_path: Path) -> None:
-        """If this fails in a checkout, its kernels are old: `pip install -e .` makes them."""
+        """If this fails in a checkout, its kernels are old: `pip install -e .` makes them.
+
+        Only what is not current is made again.
+        """
         pytest.importorskip("triton")
         run([sys.executable, COMPILE, tmp_path])
         made = {file.stem: file.read_bytes() for file in tmp_path.iterdir()}
         assert made == {name: kernels.text(name) for name in kernels.NAMES}
-
-    def test_only_what_is_not_current_is_made_again(self, tmp_path: Path) -> None:
-        pytest.importorskip("triton")
-        run([sys.executable, COMPILE, tmp_path])
         first, second = (tmp_path / f"{name}.ptx" for name in kernels.NAMES[:2])
         before = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
         right = first.read_bytes()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_redis.device.layout import KVLayout, Segment
@@ -74,6 +74,7 @@ def table_of(case: Paged, first_address: int, units: int) -> SegmentTable:
     return SegmentTable(case.layout, storages, units)
 
 
+@settings(max_examples=40)
 @given(GRANULES.flatmap(paged), BLOCKS, UNITS, st.integers(0, 64))
 def test_each_byte_of_a_chunk_moves_once_between_its_two_places(
     case: Paged, n_blocks: int, units: int, first_address: int

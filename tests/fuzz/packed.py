@@ -12,6 +12,8 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from lmcache_redis.chunks import packing
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.target import ACCEPTED, Target
@@ -39,14 +41,13 @@ class Form(NamedTuple):
 
 def elements_with(highs: list[int], element_bytes: int) -> bytes:
     """Elements with these high bytes, and noise in all else."""
+    rotated = np.zeros((len(highs), element_bytes), np.uint8)
     low = random.Random(element_bytes).randbytes(len(highs) * (element_bytes - 1))
-    elements = []
-    for i, high in enumerate(highs):
-        here = low[i * (element_bytes - 1) : (i + 1) * (element_bytes - 1)]
-        rotated = int.from_bytes(here + bytes((high,)), "little")
-        number = rotated >> 1 | (rotated & 1) << 8 * element_bytes - 1
-        elements.append(number.to_bytes(element_bytes, "little"))
-    return b"".join(elements)
+    rotated[:, :-1] = np.frombuffer(low, np.uint8).reshape(len(highs), -1)
+    rotated[:, -1] = highs
+    numbers = rotated.reshape(-1).view(f"<u{element_bytes}")
+    top = numbers.dtype.type(8 * element_bytes - 1)
+    return bytes(numbers >> numbers.dtype.type(1) | (numbers & numbers.dtype.type(1)) << top)
 
 
 def _form(element_bytes: int, plain: bytes) -> Form:

@@ -19,12 +19,14 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_only_our_own_errors_come_out(target: Target) -> None:
-    report = fuzz(target, INPUTS, seed=1)
+    # Of sockets fewer: each has some of its own.
+    inputs = INPUTS // 4 if target.name == "compiled" else INPUTS
+    report = fuzz(target, inputs, seed=1)
     assert report.finding is None, str(report.finding)
-    assert report.inputs == sum(report.outcomes.values()) == INPUTS
+    assert report.inputs == sum(report.outcomes.values()) == inputs
     # Neither all noise nor all good: both sides of the decoder are reached.
-    assert report.outcomes[ACCEPTED] > INPUTS // 100
-    assert INPUTS - report.outcomes[ACCEPTED] > INPUTS // 4
+    assert report.outcomes[ACCEPTED] > inputs // 100
+    assert inputs - report.outcomes[ACCEPTED] > inputs // 4
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
@@ -56,9 +58,9 @@ def test_a_finding_has_the_input_that_brought_it_out() -> None:
 
 @pytest.mark.servers
 def test_the_script_reports_every_target() -> None:
-    words = [ROOT / "scripts" / "fuzz", "--inputs", "50", "--seed", "3"]
+    words = [ROOT / "scripts" / "fuzz", "--inputs", "20", "--seed", "3"]
     done = subprocess.run(words, capture_output=True, text=True, cwd="/", timeout=120)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == [target.name for target in TARGETS]
-    assert all(": 50 inputs in " in line for line in lines)
+    assert all(": 20 inputs in " in line for line in lines)

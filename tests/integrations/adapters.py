@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from demo import engine
+from testkit import engine
 
 
 def _mixed(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from demo import engine
+from testkit import engine
 
 _BEST = 20
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from demo import engine
+from testkit import engine
 
 _ONLY_LOCAL = {"kv_transfer_params": {"lmcache_redis": {"load": False}}}
 _TOKENS = 16

@@ -18,8 +18,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from demo import engine
 from lmcache_redis.integrations.vllm import engine as engine_hooks
+from testkit import engine
 
 _load_model = CPUWorker.load_model
 

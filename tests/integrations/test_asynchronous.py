@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,31 +24,51 @@ def test_steps_overlap_and_answers_are_those_of_synchronous_ones(
     model_dir: Path, tmp_path: Path, agent: AgentServer, prompts: Prompts
 ) -> None:
     asked = [prompts.tokens(count) for count in (513, 600, 700)]
-    answers = {}
-    for name, options, asynchronous in (
-        ("synchronous", {}, False),
-        ("ngram", {"speculative_config": _NGRAM}, True),
-        ("asynchronous", {}, True),
-    ):
-        log_path = tmp_path / f"{name}.log"
-        with ForkedEngine(
-            model_dir,
-            kv_transfer=transfer_config(agent.endpoint) if name == "asynchronous" else None,
-            log_path=log_path,
-            options=OPTIONS | options,
-            env=_ENV,
-            asynchronous=asynchronous,
-        ) as engine:
-            answers[name] = engine.generate(asked, 12).outputs
-            if name == "asynchronous":
-                agent.wait_idle()
-                assert engine.reset_prefix_cache()
-                again = engine.generate(asked, 12)
-                assert sum(again.details["cached_tokens"]) == 512 * 3
-                answers["loaded"] = again.outputs
-        log = log_path.read_text()
-        assert (f"{SAID}2" in log) == (OVERLAPPED in log) == (name == "asynchronous")
-    assert answers["synchronous"] == answers["asynchronous"] == answers["loaded"]
+    with start(model_dir, tmp_path / "synchronous.log", asynchronous=False) as engine:
+        expected = engine.generate(asked, 12).outputs
+    cached, log = transfer_config(agent.endpoint), tmp_path / "asynchronous.log"
+    with start(model_dir, log, kv_transfer=cached) as engine:
+        assert engine.generate(asked, 12).outputs == expected
+        agent.wait_idle()
+        assert engine.reset_prefix_cache()
+        again = engine.generate(asked, 12)
+        assert sum(again.details["cached_tokens"]) == 512 * 3
+        assert again.outputs == expected
+    assert overlaps(log)
+    assert not overlaps(tmp_path / "synchronous.log")
+
+
+@pytest.mark.long
+def test_drafts_from_the_prompt_do_not_overlap(
+    model_dir: Path, tmp_path: Path, prompts: Prompts
+) -> None:
+    log = tmp_path / "ngram.log"
+    with start(model_dir, log, speculative_config=_NGRAM) as engine:
+        engine.generate([prompts.tokens(513)], 12)
+    assert not overlaps(log)
+
+
+def start(
+    model_dir: Path,
+    log: Path,
+    kv_transfer: dict[str, Any] | None = None,
+    asynchronous: bool = True,
+    **options: object,
+) -> ForkedEngine:
+    return ForkedEngine(
+        model_dir,
+        kv_transfer=kv_transfer,
+        log_path=log,
+        options=OPTIONS | options,
+        env=_ENV,
+        asynchronous=asynchronous,
+    )
+
+
+def overlaps(log: Path) -> bool:
+    found = {each in log.read_text() for each in (f"{SAID}2", OVERLAPPED)}
+    assert len(found) == 1
+    return found.pop()
 
 
 @pytest.mark.long

@@ -23,6 +23,7 @@ from tests.integrations.test_scheduler import (
     CHUNK,
     FakeRequest,
     ScriptedAdapter,
+    ScriptedScheduler,
     computed_before,
     make_scheduler,
     run,
@@ -46,7 +47,7 @@ def pool() -> BlockPool:
 
 
 @pytest.fixture
-def scheduler(adapter: ScriptedAdapter, pool: BlockPool) -> ConnectorScheduler:
+def scheduler(adapter: ScriptedAdapter, pool: BlockPool) -> ScriptedScheduler:
     return make_scheduler(adapter, pool, BlockReferences(pool, world_size=1))
 
 
@@ -74,11 +75,9 @@ def chunks_of(metadata: StepMetadata) -> tuple[list[bytes], list[bytes]]:
     return compared, stored
 
 
-def test_a_canary_is_computed_and_compared(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_a_canary_is_computed_and_compared(scheduler: ScriptedScheduler) -> None:
     assert ask(scheduler) == 0
-    assert adapter.released == []
+    assert scheduler.adapter.released == []
     first = run(scheduler, step(new=("r", BLOCK_IDS, 0, 2 * CHUNK)))
     assert first.loads == []
     assert chunks_of(first) == (NAMES[:2], [])
@@ -89,71 +88,63 @@ def test_a_canary_is_computed_and_compared(
     assert (second.stores[0].request_id, op.block_ids) == ("r", BLOCK_IDS[8:12])
 
 
-def test_its_blocks_have_references_until_they_are_read(
-    scheduler: ConnectorScheduler, pool: BlockPool
-) -> None:
+def test_its_blocks_have_references_until_they_are_read(scheduler: ScriptedScheduler) -> None:
     ask(scheduler)
     metadata = run(scheduler, step(new=("r", BLOCK_IDS, 0, 2 * CHUNK)))
-    held = [pool.blocks[block_id].ref_cnt for block_id in BLOCK_IDS]
+    held = [scheduler.pool.blocks[block_id].ref_cnt for block_id in BLOCK_IDS]
     assert held == [1] * 8 + [0] * 8
     scheduler._planner.references.ended({0: [metadata.stores[0].transfer_id]})
-    assert pool.blocks[1].ref_cnt == 0
+    assert scheduler.pool.blocks[1].ref_cnt == 0
 
 
-def test_what_the_lookup_did_not_find_is_no_canary(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
-    adapter.tokens = 0
+def test_what_the_lookup_did_not_find_is_no_canary(scheduler: ScriptedScheduler) -> None:
+    scheduler.adapter.tokens = 0
     assert ask(scheduler) == 0
-    assert adapter.released == ["r"]
+    assert scheduler.adapter.released == ["r"]
     metadata = run(scheduler, step(new=("r", BLOCK_IDS, 0, 4 * CHUNK)))
     assert chunks_of(metadata) == ([], NAMES)
 
 
 @pytest.mark.parametrize("local_tokens", [BLOCK, CHUNK])
 def test_nothing_behind_a_local_prefix_is_a_canary(
-    scheduler: ConnectorScheduler, pool: BlockPool, local_tokens: int
+    scheduler: ScriptedScheduler, local_tokens: int
 ) -> None:
-    computed_before(scheduler, pool, BLOCK_IDS, local_tokens)
+    computed_before(scheduler, scheduler.pool, BLOCK_IDS, local_tokens)
     assert ask(scheduler, local_tokens) == 3 * CHUNK - local_tokens
 
 
-def test_a_local_prefix_that_comes_later_ends_it(
-    scheduler: ConnectorScheduler, pool: BlockPool
-) -> None:
+def test_a_local_prefix_that_comes_later_ends_it(scheduler: ScriptedScheduler) -> None:
     """vLLM had no blocks for it at first, and another request has computed its prefix since."""
     request = FakeRequest()
     assert scheduler.matched_tokens(request, 0) == 0
-    computed_before(scheduler, pool, BLOCK_IDS, CHUNK)
+    computed_before(scheduler, scheduler.pool, BLOCK_IDS, CHUNK)
     assert scheduler.matched_tokens(request, CHUNK) == 2 * CHUNK
 
 
-def test_a_prefix_that_another_connector_loads_ends_it(scheduler: ConnectorScheduler) -> None:
+def test_a_prefix_that_another_connector_loads_ends_it(scheduler: ScriptedScheduler) -> None:
     assert ask(scheduler) == 0
     metadata = run(scheduler, step(new=("r", BLOCK_IDS, 2 * CHUNK, 2 * CHUNK)))
     assert chunks_of(metadata)[0] == []
 
 
-def test_it_is_decided_once_for_a_lookup(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_it_is_decided_once_for_a_lookup(scheduler: ScriptedScheduler) -> None:
     draws = iter([0.5, 0.0])
     scheduler._lookups._canaries._draw = lambda: next(draws)
-    adapter.canary_every = 10
+    scheduler.adapter.canary_every = 10
     request = FakeRequest()
     assert [scheduler.matched_tokens(request, 0) for _ in range(3)] == [3 * CHUNK] * 3
 
 
-def test_a_preemption_ends_it(scheduler: ConnectorScheduler, adapter: ScriptedAdapter) -> None:
+def test_a_preemption_ends_it(scheduler: ScriptedScheduler) -> None:
     ask(scheduler)
     run(scheduler, step(new=("r", BLOCK_IDS, 0, CHUNK)))
     run(scheduler, step(preempted={"r"}))
-    assert adapter.ended == ["r"]
-    adapter.canary_every = 0
+    assert scheduler.adapter.ended == ["r"]
+    scheduler.adapter.canary_every = 0
     assert scheduler.matched_tokens(FakeRequest(), 0) == 3 * CHUNK
 
 
-def test_a_new_epoch_ends_it(scheduler: ConnectorScheduler) -> None:
+def test_a_new_epoch_ends_it(scheduler: ScriptedScheduler) -> None:
     ask(scheduler)
     scheduler.change_epoch(Epochs.weights_may_differ, "a test")
     metadata = run(scheduler, step(new=("r", BLOCK_IDS, 0, 4 * CHUNK)))
@@ -169,9 +160,7 @@ def test_an_engine_that_only_loads_compares_and_does_not_store(
     assert chunks_of(metadata) == (NAMES[:3], [])
 
 
-def test_canaries_have_a_share_of_what_is_computed(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_canaries_have_a_share_of_what_is_computed(scheduler: ScriptedScheduler) -> None:
     asked = FIRST_CANARY_TOKENS // (3 * CHUNK) + 1
     requests = [FakeRequest(f"r{n}") for n in range(asked)]
     found = [scheduler.matched_tokens(each, 0) for each in requests]
@@ -181,21 +170,23 @@ def test_canaries_have_a_share_of_what_is_computed(
     assert scheduler.matched_tokens(FakeRequest("later"), 0) == 0
 
 
-def test_of_a_distrusted_cache_every_hit_is_a_canary(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_of_a_distrusted_cache_every_hit_is_a_canary(scheduler: ScriptedScheduler) -> None:
     """It costs no prefill, as nothing is loaded: neither chance nor share decide."""
     scheduler._lookups._canaries._draw = lambda: 0.999
-    adapter.tokens, adapter.pinned, adapter.canary_every = 0, 3 * CHUNK, 1000
+    scheduler.adapter.tokens, scheduler.adapter.pinned, scheduler.adapter.canary_every = (
+        0,
+        3 * CHUNK,
+        1000,
+    )
     for number in range(2 * FIRST_CANARY_TOKENS // (3 * CHUNK)):
         request = FakeRequest(f"r{number}")
         assert scheduler.matched_tokens(request, 0) == 0
         scheduler.allocated(request, (BLOCK_IDS,), 0)
-    assert adapter.released == []
+    assert scheduler.adapter.released == []
     behind = FakeRequest("behind")
     assert scheduler.matched_tokens(behind, CHUNK) == 0
     scheduler.allocated(behind, (BLOCK_IDS,), 0)
-    assert adapter.released == ["behind"]
+    assert scheduler.adapter.released == ["behind"]
 
 
 @pytest.mark.parametrize("steps", [1, 4])

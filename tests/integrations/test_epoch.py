@@ -94,31 +94,6 @@ def test_a_clear_begins_an_epoch_even_if_none_is_used() -> None:
     assert each.current not in (b"", first)
 
 
-def test_equal_parameters_keep_the_epoch() -> None:
-    each = epochs(name="step-1")
-    each.is_used = True
-    each.check_parameters()
-    each.check_parameters()
-    assert each.current == named_epoch("step-1")
-
-
-def test_other_parameters_in_memory_begin_an_epoch() -> None:
-    """A trainer that wrote to them without a call is seen at the next reset."""
-    memory = Memory()
-    each = epochs(memory)
-    each.is_used = True
-    memory.digest = b"second"
-    each.check_parameters()
-    first = each.current
-    assert each.is_own
-    each.is_used = True
-    each.check_parameters()
-    assert each.current == first  # the same parameters as at the last reset
-    memory.digest = b"third"
-    each.check_parameters()
-    assert each.current not in (b"", first)
-
-
 def test_a_name_stands_for_what_is_in_memory_then() -> None:
     """Named at the end of an update: the reset that follows finds the named weights."""
     for name in ("weights_have_id", "weights_have_version"):
@@ -171,24 +146,12 @@ def used(each: Epochs) -> bytes:
 class TestTheSameWeightsAgain:
     """An engine returns to the epoch that its parameters had."""
 
-    def test_after_a_reload_of_the_same_files(self) -> None:
-        for name in (None, "step-1"):
-            each = epochs(name=name)
-            first = used(each)
-            assert not each.weights_were_loaded()
-            assert each.current == first
-
     def test_after_calls_that_say_nothing_and_a_reset(self) -> None:
         each = epochs()
         each.weights_may_differ()
         used(each)
         assert each.check_parameters()
         assert (each.current, each.is_own) == (b"", False)
-
-    def test_a_version_of_the_same_weights_is_no_update(self) -> None:
-        each = epochs()
-        assert not each.weights_have_version("100")
-        assert each.current == b""
 
     def test_an_own_epoch_too(self) -> None:
         memory = Memory()
@@ -254,37 +217,9 @@ class TestTheSameWeightsAgain:
         assert each.weights_were_loaded()
         assert each.current == b""
 
-    def test_a_look_after_waking(self) -> None:
-        memory = Memory()
-        each = epochs(memory)
-        assert not each.check_unknown()
-        each.weights_may_differ()
-        memory.digest = b"garbage"
-        each.check_unknown()
-        assert each.is_own
-        memory.digest = b"first"
-        each.weights_were_loaded()
-        assert each.current == b""
-
 
 class TestEndedEpochs:
     """Own epochs whose chunks are of no use to any engine."""
-
-    def test_each_that_was_used_once(self) -> None:
-        memory = Memory()
-        each, ended = epochs(memory), []
-        owns = []
-        for step in range(5):
-            each.weights_may_differ()
-            memory.digest = b"step %d" % step
-            each.check_parameters()
-            ended += each.take_ended()
-            owns.append(used(each))
-        assert ended == owns[:-1]
-        each.begin_own()
-        assert each.take_ended() == owns[-1:]
-        each.begin_own()
-        assert each.take_ended() == []  # no request has used it
 
     def test_never_one_that_others_share(self) -> None:
         memory = Memory()

@@ -114,6 +114,16 @@ def vllms_own(request: Any, group: LayerGroup, first: int, last: int) -> BlockSt
     return event
 
 
+def followed(chunks: int) -> tuple[list[bytes], ScriptedWatch, Announcer]:
+    """The names of a prompt's chunks, which are followed."""
+    request = request_of(chunks * CHUNK)
+    names, watch = names_of(request), ScriptedWatch()
+    made = announcer(watch, FULL)
+    made.named(request, names, range(chunks), CHUNK)
+    assert made.take() == []
+    return names, watch, made
+
+
 LORA = LoRARequest("adapter", 3, "/nowhere")
 
 
@@ -184,12 +194,7 @@ def test_a_chunk_that_is_named_again_is_followed_longer(monkeypatch: pytest.Monk
     ],
 )
 def test_stored_and_removed(tier: str, place: tuple[str, str]) -> None:
-    request = request_of(2 * CHUNK)
-    names = names_of(request)
-    watch = ScriptedWatch()
-    made = announcer(watch, FULL)
-    made.named(request, names, range(2), CHUNK)
-    made.take()
+    names, watch, made = followed(2)
     watch.tell(tier, True, *names)
     stored = made.take()
     watch.tell(tier, False, *names)
@@ -201,12 +206,7 @@ def test_stored_and_removed(tier: str, place: tuple[str, str]) -> None:
 
 
 def test_a_loss_removes_everything_and_more_follows_later() -> None:
-    request = request_of(2 * CHUNK)
-    names = names_of(request)
-    watch = ScriptedWatch()
-    made = announcer(watch, FULL)
-    made.take()
-    made.named(request, names, range(2), CHUNK)
+    names, watch, made = followed(2)
     watch.tell("host", True, *names)
     watch.tell("redis", True, names[0])
     stored = [each for _ in range(2) for each in made.take()]
@@ -259,12 +259,7 @@ def test_a_reset_removes_everything_once_and_stores_it_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(events, "CHUNKS_PER_STEP", 2)
-    request = request_of(4 * CHUNK)
-    names = names_of(request)
-    watch = ScriptedWatch()
-    made = announcer(watch, FULL)
-    made.named(request, names, range(4), CHUNK)
-    made.take()
+    names, watch, made = followed(4)
     watch.tell("host", True, *names)
     before = [*made.take(), *made.take()]
     made.tell_again()
@@ -321,12 +316,8 @@ def test_a_paused_engine_does_not_step_for_events() -> None:
 
 def test_many_events_take_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "CHUNKS_PER_STEP", 2)
-    request = request_of(5 * CHUNK)
-    watch = ScriptedWatch()
-    made = announcer(watch, FULL)
-    made.take()
-    made.named(request, names_of(request), range(5), CHUNK)
-    watch.tell("host", True, *names_of(request))
+    names, watch, made = followed(5)
+    watch.tell("host", True, *names)
     steps = []
     while made.has_events:
         steps.append(len(made.take()))
@@ -334,12 +325,8 @@ def test_many_events_take_several_steps(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_cache_that_is_off_removes_everything() -> None:
-    request = request_of(CHUNK)
-    watch = ScriptedWatch()
-    made = announcer(watch, FULL)
-    made.take()
-    made.named(request, names_of(request), range(1), CHUNK)
-    watch.tell("host", True, *names_of(request))
+    names, watch, made = followed(1)
+    watch.tell("host", True, *names)
     (stored,) = made.take()
     assert not made.has_events
     made.forget()
@@ -350,12 +337,8 @@ def test_a_cache_that_is_off_removes_everything() -> None:
 
 
 def test_a_failure_ends_the_events_only(caplog: pytest.LogCaptureFixture) -> None:
-    watch = ScriptedWatch()
-    made = announcer(watch, FULL)
-    request = request_of(CHUNK)
-    made.take()
-    made.named(request, names_of(request), range(1), CHUNK)
-    watch.tell("host", True, *names_of(request))
+    names, watch, made = followed(1)
+    watch.tell("host", True, *names)
     (stored,) = made.take()
     watch.news.append(told(False, None))  # type: ignore[arg-type]
     with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from demo.engine import EngineFailed
+from testkit.engine import EngineFailed
 from tests.engines import ForkedEngine, empty
 from tests.harness import AgentServer, wait_until
-from tests.integrations.conftest import OPTIONS, Prompts
-from tests.integrations.test_vllm import CHUNK, ready
+from tests.integrations.conftest import Prompts
+from tests.integrations.test_vllm import CHUNK, start
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
@@ -35,6 +35,12 @@ def under_multi_connector(endpoint: str) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": [faulty(endpoint)]},
     }
+
+
+def faults_of(file: Path) -> dict[str, str]:
+    """An environment in which what is written to the file fails."""
+    file.write_text("")
+    return {"LMCACHE_REDIS_TEST_FAULT": str(file), "PYTHONPATH": str(ROOT)}
 
 
 TWO_RANKS = {"tensor_parallel_size": 2}
@@ -60,21 +66,9 @@ def test_answers_stay_right_whatever_of_ours_fails(
     questions = [prompts.tokens(3 * CHUNK + 10) for _ in range(3)]
     threads = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if options else {}
     expected = [plain.generate([q], 4).outputs[0] for q in questions]
-    fault = tmp_path / "fault"
-    fault.write_text("")
-    with ForkedEngine(
-        model_dir,
-        kv_transfer=wrapped(agent.endpoint),
-        log_path=tmp_path / "engine.log",
-        options={**OPTIONS, **options},
-        env={
-            **threads,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "LMCACHE_REDIS_TEST_FAULT": str(fault),
-            "PYTHONPATH": str(ROOT),
-        },
-    ) as engine:
-        wait_until(lambda: ready(agent), what="the engine at the agent")
+    fault, transfer = tmp_path / "fault", wrapped(agent.endpoint)
+    env, log = {**threads, **faults_of(fault)}, tmp_path / "engine.log"
+    with start(model_dir, agent, log, kv_transfer=transfer, env=env, **options) as engine:
 
         def ask(number: int) -> int:
             empty(engine)
@@ -96,7 +90,7 @@ def test_answers_stay_right_whatever_of_ours_fails(
         assert ask(2) == 0  # off
         # No block is held: otherwise vLLM could not reset its cache.
         assert engine.reset_prefix_cache()
-    said = (tmp_path / "engine.log").read_text(errors="replace")
+    said = log.read_text(errors="replace")
     assert said.count("the cache of this engine is now off") == 1
     assert "Traceback" in said
 
@@ -105,20 +99,9 @@ def test_answers_stay_right_whatever_of_ours_fails(
 def test_a_step_that_fails_is_not_stored(
     model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts, failing: str
 ) -> None:
-    fault = tmp_path / "fault"
-    fault.write_text("")
-    with ForkedEngine(
-        model_dir,
-        kv_transfer=faulty(agent.endpoint),
-        log_path=tmp_path / "engine.log",
-        options=OPTIONS,
-        env={
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "LMCACHE_REDIS_TEST_FAULT": str(fault),
-            "PYTHONPATH": str(ROOT),
-        },
-    ) as engine:
-        wait_until(lambda: ready(agent), what="the engine at the agent")
+    fault, transfer = tmp_path / "fault", faulty(agent.endpoint)
+    env, log = faults_of(fault), tmp_path / "engine.log"
+    with start(model_dir, agent, log, kv_transfer=transfer, env=env) as engine:
         engine.generate([prompts.tokens(3 * CHUNK + 10)])
         wait_until(lambda: agent.counter("stored_chunks") == 3, what="the store")
         fault.write_text(failing)

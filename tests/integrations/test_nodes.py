@@ -17,6 +17,7 @@ import pytest
 from tests.engines import PATCH_VARIABLE, PROGRAM_VARIABLE, ForkedEngine, empty, transfer_config
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import OPTIONS, Prompts
+from tests.integrations.test_vllm import start as start_engine
 from tests.servers import RedisServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -148,17 +149,11 @@ def sharing(agent: AgentServer) -> dict[str, Any]:
 def test_engines_that_share_an_explicit_id_both_keep_hitting(
     model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
 ) -> None:
-    def start_shared(name: str) -> ForkedEngine:
-        return ForkedEngine(
-            model_dir,
-            kv_transfer=sharing(agent),
-            log_path=tmp_path / name,
-            options=OPTIONS,
-            env={"VLLM_CPU_KVCACHE_SPACE": "1"},
-        )
-
-    question = prompts.tokens(2 * CHUNK + 1)
-    with start_shared("one.log") as one, start_shared("two.log") as two:
+    question, transfer = prompts.tokens(2 * CHUNK + 1), sharing(agent)
+    with (
+        start_engine(model_dir, agent, tmp_path / "one.log", kv_transfer=transfer) as one,
+        start_engine(model_dir, agent, tmp_path / "two.log", kv_transfer=transfer) as two,
+    ):
         wait_until(
             lambda: [e["ready"] for e in agent.status()["engines"]] == [True, True], "two engines"
         )

@@ -11,10 +11,10 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from tests.engines import ForkedEngine, empty, transfer_config
 from tests.harness import AgentServer, wait_until
-from tests.integrations.conftest import OPTIONS, Prompts
+from tests.integrations.conftest import Prompts
 from tests.integrations.sibling import BROUGHT_TOKENS, FIRST_TOKEN, beside
 from tests.integrations.test_lora import RANK, write_adapter
-from tests.integrations.test_vllm import CHUNK, ready, start
+from tests.integrations.test_vllm import CHUNK, start
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -28,14 +28,8 @@ def test_kv_of_another_connector_is_not_stored(
     longer = [*brought, *prompts.tokens(2 * CHUNK)]
     own = [FIRST_TOKEN + 1, *prompts.tokens(2 * CHUNK)]
     expected = [plain.generate([each], 4).outputs[0] for each in (own, longer)]
-    with ForkedEngine(
-        model_dir,
-        kv_transfer=beside(transfer_config(agent.endpoint)),
-        log_path=tmp_path / "engine.log",
-        options=OPTIONS,
-        env={"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(ROOT)},
-    ) as engine:
-        wait_until(lambda: ready(agent), what="the engine at the agent")
+    both, env = beside(transfer_config(agent.endpoint)), {"PYTHONPATH": str(ROOT)}
+    with start(model_dir, agent, tmp_path / "engine.log", kv_transfer=both, env=env) as engine:
         engine.generate([brought], 8)
         engine.generate([longer], 8)  # finds the blocks in vLLM's own cache
         assert engine.generate([own], 4).outputs[0] == expected[0]

@@ -176,7 +176,7 @@ def make_scheduler(
     references: BlockReferences,
     recorder: Recorder | None = None,
     **options: Any,
-) -> ConnectorScheduler:
+) -> ScriptedScheduler:
     groups = options.pop("groups", [LayerGroup(0, (), BLOCK, FULL_REACH)])
     hash_tokens = options.pop("hash_tokens", BLOCK)
     names = RequestNames(Epochs(None, None, lambda: UNREAD), options.pop("media", None))
@@ -190,7 +190,7 @@ def make_scheduler(
         step_tokens,
         lambda name: [[pool.blocks[each] for each in ids] for ids in block_ids(name)],
     )
-    return ConnectorScheduler(
+    made = ScriptedScheduler(
         adapter,  # type: ignore[arg-type]
         planner,
         names,
@@ -198,12 +198,22 @@ def make_scheduler(
         recorder or Recorder(),
         announcer,
     )
+    made.adapter, made.pool, made.references = adapter, pool, references
+    return made
+
+
+class ScriptedScheduler(ConnectorScheduler):
+    """With what lies around it at hand."""
+
+    adapter: ScriptedAdapter
+    pool: BlockPool
+    references: BlockReferences
 
 
 @pytest.fixture
 def scheduler(
     adapter: ScriptedAdapter, pool: BlockPool, references: BlockReferences
-) -> ConnectorScheduler:
+) -> ScriptedScheduler:
     return make_scheduler(adapter, pool, references)
 
 
@@ -239,52 +249,46 @@ def only_store(metadata: StepMetadata) -> TransferOp:
     return op
 
 
-def test_a_lookup_is_asked_once_and_answered_later(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_a_lookup_is_asked_once_and_answered_later(scheduler: ScriptedScheduler) -> None:
     request = FakeRequest()
-    adapter.tokens = None
+    scheduler.adapter.tokens = None
     assert scheduler.matched_tokens(request, 0) is None
     assert scheduler.matched_tokens(request, 0) is None
-    adapter.tokens = 3 * CHUNK
+    scheduler.adapter.tokens = 3 * CHUNK
     assert scheduler.matched_tokens(request, 0) == 3 * CHUNK
-    assert adapter.lookups == [("r", 0)]
+    assert scheduler.adapter.lookups == [("r", 0)]
 
 
-def test_what_is_before_a_lookup_is_named_if_it_counts(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, pool: BlockPool
-) -> None:
-    for name, adapter.names_before in (("off", False), ("on", True)):
+def test_what_is_before_a_lookup_is_named_if_it_counts(scheduler: ScriptedScheduler) -> None:
+    for name, scheduler.adapter.names_before in (("off", False), ("on", True)):
         scheduler.matched_tokens(FakeRequest(name), 2 * CHUNK)
-        assert adapter.lookups[-1] == (name, 2)
-        assert adapter.before == (2 if adapter.names_before else 0)
+        assert scheduler.adapter.lookups[-1] == (name, 2)
+        assert scheduler.adapter.before == (2 if scheduler.adapter.names_before else 0)
 
 
 def test_the_first_lookup_waits_until_all_workers_have_reported(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+    scheduler: ScriptedScheduler,
 ) -> None:
-    adapter.ranks = Ranks(2)
-    adapter.tokens = 3 * CHUNK
+    scheduler.adapter.ranks = Ranks(2)
+    scheduler.adapter.tokens = 3 * CHUNK
     request = FakeRequest()
     assert scheduler.matched_tokens(request, 0) is None
     scheduler.reported(WorkerReport({}, places={0: None}))
     assert scheduler.matched_tokens(request, 0) is None
-    assert adapter.lookups == []
+    assert scheduler.adapter.lookups == []
     scheduler.reported(WorkerReport({}, places={1: None}))
     assert scheduler.matched_tokens(request, 0) == 3 * CHUNK
-    assert adapter.lookups == [("r", 0)]
+    assert scheduler.adapter.lookups == [("r", 0)]
 
 
-def test_only_what_is_not_computed_locally_is_loaded(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, pool: BlockPool
-) -> None:
+def test_only_what_is_not_computed_locally_is_loaded(scheduler: ScriptedScheduler) -> None:
     request = FakeRequest()
     local = CHUNK + 2 * BLOCK  # ends inside the second chunk
-    computed_before(scheduler, pool, list(range(100, 107)), local + 1)
-    adapter.tokens = 4 * CHUNK
-    adapter.lookups.clear()
+    computed_before(scheduler, scheduler.pool, list(range(100, 107)), local + 1)
+    scheduler.adapter.tokens = 4 * CHUNK
+    scheduler.adapter.lookups.clear()
     assert scheduler.matched_tokens(request, local) == 4 * CHUNK - local
-    assert adapter.lookups == [("r", 1)]
+    assert scheduler.adapter.lookups == [("r", 1)]
     scheduler.allocated(request, [list(range(100, 117))], 4 * CHUNK - local)
     metadata = run(scheduler, step())
     ((_, _, (op,), *_),) = metadata.loads
@@ -295,13 +299,11 @@ def test_only_what_is_not_computed_locally_is_loaded(
     assert run(scheduler, step()).loads == []
 
 
-def test_lookups_loads_and_stores_say_whose_they_are(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_lookups_loads_and_stores_say_whose_they_are(scheduler: ScriptedScheduler) -> None:
     request = FakeRequest(kv_transfer_params={"lmcache_redis": {"tenant": "team"}})
-    adapter.tokens = CHUNK
+    scheduler.adapter.tokens = CHUNK
     assert scheduler.matched_tokens(request, 0) == CHUNK
-    assert adapter.tenant == "team"
+    assert scheduler.adapter.tenant == "team"
     scheduler.allocated(request, [list(range(1, 18))], CHUNK)
     ((_, _, (load,), *_),) = run(scheduler, step()).loads
     scheduler.load_ended("r")
@@ -309,12 +311,10 @@ def test_lookups_loads_and_stores_say_whose_they_are(
     assert (load.tenant, store.tenant) == ("team", "team")
 
 
-def test_a_request_without_blocks_lets_a_loaded_one_go_on(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_a_request_without_blocks_lets_a_loaded_one_go_on(scheduler: ScriptedScheduler) -> None:
     """vLLM 0.27 to 0.30 stop for ever at the first request that they cannot allocate blocks for."""
     loaded, blocked = FakeRequest("r"), FakeRequest("s")
-    adapter.tokens = 4 * CHUNK
+    scheduler.adapter.tokens = 4 * CHUNK
     scheduler.matched_tokens(loaded, 0)
     scheduler.allocated(loaded, [list(range(1, 18))], 4 * CHUNK)
     assert scheduler.matched_tokens(blocked, 0) == 4 * CHUNK
@@ -327,52 +327,44 @@ def test_a_request_without_blocks_lets_a_loaded_one_go_on(
     assert scheduler.matched_tokens(blocked, 0) == 4 * CHUNK
 
 
-def test_evicted_local_blocks_are_looked_up_again(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, pool: BlockPool
-) -> None:
-    computed_before(scheduler, pool, list(range(100, 109)), 2 * CHUNK)
-    adapter.lookups.clear()
-    adapter.ended.clear()
+def test_evicted_local_blocks_are_looked_up_again(scheduler: ScriptedScheduler) -> None:
+    computed_before(scheduler, scheduler.pool, list(range(100, 109)), 2 * CHUNK)
+    scheduler.adapter.lookups.clear()
+    scheduler.adapter.ended.clear()
     request = FakeRequest()
-    adapter.tokens = None
+    scheduler.adapter.tokens = None
     assert scheduler.matched_tokens(request, 2 * CHUNK) is None
     assert scheduler.matched_tokens(request, 0) is None
-    assert adapter.lookups == [("r", 2), ("r", 0)]
-    assert adapter.ended == ["r"]
+    assert scheduler.adapter.lookups == [("r", 2), ("r", 0)]
+    assert scheduler.adapter.ended == ["r"]
 
 
 @pytest.mark.parametrize("tokens", [0, CHUNK - 1])
 def test_prompts_shorter_than_a_chunk_are_not_looked_up(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, tokens: int
+    scheduler: ScriptedScheduler, tokens: int
 ) -> None:
     assert scheduler.matched_tokens(FakeRequest(tokens=tokens), 0) == 0
-    assert adapter.lookups == []
+    assert scheduler.adapter.lookups == []
 
 
-def test_no_lookup_without_an_agent_or_against_the_request(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_no_lookup_without_an_agent_or_against_the_request(scheduler: ScriptedScheduler) -> None:
     assert scheduler.matched_tokens(FakeRequest(skip_reading_prefix_cache=True), 0) == 0
-    adapter.chunk = 0
+    scheduler.adapter.chunk = 0
     assert scheduler.matched_tokens(FakeRequest("s"), 0) == 0
     metadata = run(scheduler, step(new=("s", list(range(1, 18)), 0, 4 * CHUNK + 1)))
     assert metadata.stores == []
-    assert adapter.lookups == []
+    assert scheduler.adapter.lookups == []
 
 
-def test_a_miss_gives_its_pins_back(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_a_miss_gives_its_pins_back(scheduler: ScriptedScheduler) -> None:
     request = FakeRequest()
     assert scheduler.matched_tokens(request, 0) == 0
     scheduler.allocated(request, [], 0)
-    assert adapter.released == ["r"]
-    assert adapter.jobs == set()
+    assert scheduler.adapter.released == ["r"]
+    assert scheduler.adapter.jobs == set()
 
 
-def test_chunks_are_stored_when_they_are_complete_and_once(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_chunks_are_stored_when_they_are_complete_and_once(scheduler: ScriptedScheduler) -> None:
     request = FakeRequest(tokens=2 * CHUNK + 40)
     scheduler.matched_tokens(request, 0)
     scheduler.allocated(request, [], 0)
@@ -391,11 +383,9 @@ def test_chunks_are_stored_when_they_are_complete_and_once(
     assert run(scheduler, step(cached=("r", [100, 101, 102, 103], 3 * CHUNK, 64))).stores == []
 
 
-def test_what_was_loaded_is_not_stored_again(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_what_was_loaded_is_not_stored_again(scheduler: ScriptedScheduler) -> None:
     request = FakeRequest()
-    adapter.tokens = 3 * CHUNK
+    scheduler.adapter.tokens = 3 * CHUNK
     scheduler.matched_tokens(request, 0)
     blocks = list(range(1, 18))
     scheduler.allocated(request, [blocks], 3 * CHUNK)
@@ -405,41 +395,37 @@ def test_what_was_loaded_is_not_stored_again(
     assert list(only_store(metadata).block_ids) == blocks[12:16]
 
 
-def test_blocks_are_referenced_until_all_workers_read_them(
-    scheduler: ConnectorScheduler, references: BlockReferences, pool: BlockPool
-) -> None:
+def test_blocks_are_referenced_until_all_workers_read_them(scheduler: ScriptedScheduler) -> None:
     request = FakeRequest(tokens=CHUNK + 1)
     scheduler.matched_tokens(request, 0)
-    blocks = pool.get_new_blocks(5)
+    blocks = scheduler.pool.get_new_blocks(5)
     ids = [block.block_id for block in blocks]
     metadata = run(scheduler, step(new=("r", ids, 0, CHUNK + 1)))
     ((transfer_id, *_),) = metadata.stores
     scheduler.finished(request)
-    pool.free_blocks(reversed(blocks))  # as vLLM does at the end of the request
-    free = pool.get_num_free_blocks()
+    scheduler.pool.free_blocks(reversed(blocks))  # as vLLM does at the end of the request
+    free = scheduler.pool.get_num_free_blocks()
     # The connector still holds the first four: taking all free blocks does not return them.
-    taken = {block.block_id for block in pool.get_new_blocks(free)}
+    taken = {block.block_id for block in scheduler.pool.get_new_blocks(free)}
     assert taken.isdisjoint(ids[:4])
     assert ids[4] in taken
-    references.ended({0: [transfer_id]})
-    references.ended({0: [transfer_id]})  # reported again by the same rank
-    assert pool.get_num_free_blocks() == 0
-    references.ended({1: [transfer_id]})
-    assert {block.block_id for block in pool.get_new_blocks(4)} == set(ids[:4])
-    assert not references._held
+    scheduler.references.ended({0: [transfer_id]})
+    scheduler.references.ended({0: [transfer_id]})  # reported again by the same rank
+    assert scheduler.pool.get_num_free_blocks() == 0
+    scheduler.references.ended({1: [transfer_id]})
+    assert {block.block_id for block in scheduler.pool.get_new_blocks(4)} == set(ids[:4])
+    assert not scheduler.references._held
 
 
-def test_the_blocks_of_a_rank_that_stopped_are_given_back(
-    scheduler: ConnectorScheduler, references: BlockReferences, pool: BlockPool
-) -> None:
-    free = pool.get_num_free_blocks()
+def test_the_blocks_of_a_rank_that_stopped_are_given_back(scheduler: ScriptedScheduler) -> None:
+    free = scheduler.pool.get_num_free_blocks()
     scheduler.matched_tokens(FakeRequest(), 0)
     run(scheduler, step(new=("r", list(range(1, 18)), 0, 4 * CHUNK + 1)))
-    assert pool.get_num_free_blocks() == free - 16
-    references.rank_stopped(0)
-    assert pool.get_num_free_blocks() == free - 16
-    references.rank_stopped(1)
-    assert pool.get_num_free_blocks() == free
+    assert scheduler.pool.get_num_free_blocks() == free - 16
+    scheduler.references.rank_stopped(0)
+    assert scheduler.pool.get_num_free_blocks() == free - 16
+    scheduler.references.rank_stopped(1)
+    assert scheduler.pool.get_num_free_blocks() == free
 
 
 def test_vllm_steps_on_for_reports_but_not_for_a_frozen_agent(
@@ -490,12 +476,10 @@ def test_null_blocks_are_neither_stored_nor_loaded(
     assert pool.blocks[0].ref_cnt == 0
 
 
-def test_a_failed_load_is_not_tried_again(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_a_failed_load_is_not_tried_again(scheduler: ScriptedScheduler) -> None:
     blocks = list(range(1, 18))
     request = FakeRequest("r")
-    adapter.tokens = 4 * CHUNK
+    scheduler.adapter.tokens = 4 * CHUNK
     scheduler.matched_tokens(request, 0)
     scheduler.allocated(request, [blocks], 4 * CHUNK)
     run(scheduler, step())
@@ -503,42 +487,38 @@ def test_a_failed_load_is_not_tried_again(
     scheduler.reported(WorkerReport({}, failed={"r"}))
     run(scheduler, step())
     scheduler.load_ended("r")
-    lookups = len(adapter.lookups)
+    lookups = len(scheduler.adapter.lookups)
     assert scheduler.matched_tokens(request, 0) == 0
-    assert len(adapter.lookups) == lookups
+    assert len(scheduler.adapter.lookups) == lookups
     # Computed chunks are stored, because chunks that were thought to be cached may not be.
     metadata = run(scheduler, step(new=("r", blocks, 0, 4 * CHUNK + 1)))
     assert len(only_store(metadata).block_ids) == 16
 
 
-def test_a_request_aborted_in_its_load_is_reported_loaded(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, references: BlockReferences
-) -> None:
+def test_a_request_aborted_in_its_load_is_reported_loaded(scheduler: ScriptedScheduler) -> None:
     request = FakeRequest()
-    adapter.tokens = 4 * CHUNK
+    scheduler.adapter.tokens = 4 * CHUNK
     scheduler.matched_tokens(request, 0)
     scheduler.allocated(request, [list(range(1, 18))], 4 * CHUNK)
     ((transfer_id, *_),) = run(scheduler, step()).loads
     request.over = True
     scheduler.finished(request)
-    assert len(references._held) == 1  # the agent may still be writing
+    assert len(scheduler.references._held) == 1  # the agent may still be writing
     scheduler.load_ended("r")
     scheduler.load_ended("r")  # another connector's load, or reported twice
-    references.ended({0: [transfer_id], 1: [transfer_id]})
-    assert not references._held
+    scheduler.references.ended({0: [transfer_id], 1: [transfer_id]})
+    assert not scheduler.references._held
 
 
-def test_a_preempted_request_starts_over(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_a_preempted_request_starts_over(scheduler: ScriptedScheduler) -> None:
     request = FakeRequest(tokens=2 * CHUNK + 1)
     scheduler.matched_tokens(request, 0)
     scheduler.allocated(request, [], 0)
     run(scheduler, step(new=("r", list(range(1, 10)), 0, CHUNK)))
     run(scheduler, step(preempted={"r"}))
-    adapter.tokens = CHUNK
+    scheduler.adapter.tokens = CHUNK
     assert scheduler.matched_tokens(request, 0) == CHUNK
-    assert adapter.lookups == [("r", 0), ("r", 0)]
+    assert scheduler.adapter.lookups == [("r", 0), ("r", 0)]
     scheduler.allocated(request, [list(range(20, 29))], CHUNK)
     run(scheduler, step())
     scheduler.load_ended("r")
@@ -547,34 +527,28 @@ def test_a_preempted_request_starts_over(
     assert list(only_store(resumed).block_ids) == blocks[4:8]
 
 
-def test_an_agent_that_comes_back_with_other_chunks(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_an_agent_that_comes_back_with_other_chunks(scheduler: ScriptedScheduler) -> None:
     request = FakeRequest()
-    adapter.tokens = None
+    scheduler.adapter.tokens = None
     assert scheduler.matched_tokens(request, 0) is None
-    adapter.chunk = 2 * CHUNK
+    scheduler.adapter.chunk = 2 * CHUNK
     assert scheduler.matched_tokens(request, 0) is None
-    assert adapter.ended == ["r"]
-    assert adapter.lookups == [("r", 0), ("r", 0)]
+    assert scheduler.adapter.ended == ["r"]
+    assert scheduler.adapter.lookups == [("r", 0), ("r", 0)]
 
 
-def test_what_a_lookup_does_not_find_is_stored_again(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_what_a_lookup_does_not_find_is_stored_again(scheduler: ScriptedScheduler) -> None:
     for request_id in ("r", "s"):
         request = FakeRequest(request_id, tokens=2 * CHUNK + 1)
-        adapter.tokens = 0  # also for the second: the cache was emptied in between
+        scheduler.adapter.tokens = 0  # also for the second: the cache was emptied in between
         scheduler.matched_tokens(request, 0)
         scheduler.allocated(request, [], 0)
         metadata = run(scheduler, step(new=(request_id, list(range(1, 10)), 0, 2 * CHUNK + 1)))
         assert len(only_store(metadata).block_ids) == 8
 
 
-def test_a_chunk_that_the_agent_dropped_is_stored_again(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, pool: BlockPool
-) -> None:
-    computed_before(scheduler, pool, list(range(1, 18)), 4 * CHUNK)
+def test_a_chunk_that_the_agent_dropped_is_stored_again(scheduler: ScriptedScheduler) -> None:
+    computed_before(scheduler, scheduler.pool, list(range(1, 18)), 4 * CHUNK)
     for request_id, dropped in (("r", False), ("s", True), ("t", False)):
         scheduler.matched_tokens(FakeRequest(request_id), 4 * CHUNK)
         scheduler.allocated(FakeRequest(request_id), [], 0)
@@ -585,9 +559,7 @@ def test_a_chunk_that_the_agent_dropped_is_stored_again(
             scheduler.reported(WorkerReport({}, dropped=True))
 
 
-def test_a_chunk_that_was_stored_recently_is_not_stored_again(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_a_chunk_that_was_stored_recently_is_not_stored_again(scheduler: ScriptedScheduler) -> None:
     for request_id, stores in (("r", 1), ("s", 0)):
         request = FakeRequest(request_id, tokens=2 * CHUNK + 1)
         # The second has all tokens in vLLM's own blocks, so there is nothing to look up.
@@ -610,7 +582,7 @@ def store_of(
 
 
 def test_names_begin_with_the_epoch_and_the_adapter(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, monkeypatch: pytest.MonkeyPatch
+    scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digests = {None: b"", "known": b"A" * 16, "unknown": None}
     monkeypatch.setattr(AdapterDigests, "digest", lambda self, lora: digests[lora])
@@ -620,7 +592,7 @@ def test_names_begin_with_the_epoch_and_the_adapter(
         b"A" * 16 + h for h in plain
     ]
     assert store_of(scheduler, "t", lora="unknown").stores == []  # not identified
-    assert [request_id for request_id, _ in adapter.lookups] == ["r", "s"]
+    assert [request_id for request_id, _ in scheduler.adapter.lookups] == ["r", "s"]
     name_weights(scheduler, "step-1")
     epoch = named_epoch("step-1")
     assert len(epoch) == 8
@@ -629,16 +601,14 @@ def test_names_begin_with_the_epoch_and_the_adapter(
     assert names == [epoch + b"A" * 16 + h for h in plain]
 
 
-def test_a_request_across_epochs_is_not_cached(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_a_request_across_epochs_is_not_cached(scheduler: ScriptedScheduler) -> None:
     """Its blocks hold KV of two weights."""
     computing, waiting = FakeRequest("r", tokens=2 * CHUNK + 1), FakeRequest("s")
     scheduler.matched_tokens(computing, 0)
     scheduler.allocated(computing, [], 0)
     blocks = list(range(1, 10))
     assert len(run(scheduler, step(new=("r", blocks, 0, CHUNK))).stores) == 1
-    adapter.tokens = None
+    scheduler.adapter.tokens = None
     assert scheduler.matched_tokens(waiting, 0) is None
     name_weights(scheduler, "step-1")
     assert run(scheduler, step(cached=("r", None, CHUNK, CHUNK + 1))).stores == []
@@ -647,7 +617,7 @@ def test_a_request_across_epochs_is_not_cached(
     assert scheduler.matched_tokens(computing, 0) == 0
     # One that only waited looks up again, under the new names.
     assert scheduler.matched_tokens(waiting, 0) is None
-    assert adapter.lookups == [("r", 0), ("s", 0), ("s", 0)]
+    assert scheduler.adapter.lookups == [("r", 0), ("s", 0), ("s", 0)]
 
 
 def asked_behind(
@@ -666,13 +636,11 @@ def asked_behind(
     return found, metadata
 
 
-def test_old_kv_in_vllms_cache_is_not_stored(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, pool: BlockPool
-) -> None:
+def test_old_kv_in_vllms_cache_is_not_stored(scheduler: ScriptedScheduler) -> None:
     """Nor what is computed behind it; and nothing is loaded behind it."""
     old = list(range(1, 18))
-    computed_before(scheduler, pool, old, 4 * CHUNK)
-    adapter.tokens = 4 * CHUNK
+    computed_before(scheduler, scheduler.pool, old, 4 * CHUNK)
+    scheduler.adapter.tokens = 4 * CHUNK
     assert asked_behind(scheduler, "r", CHUNK, [*old[:4], *range(40, 53)])[0] == 3 * CHUNK
     name_weights(scheduler, "step-1")
     found, metadata = asked_behind(scheduler, "s", CHUNK, [*old[:4], *range(60, 73)])
@@ -685,7 +653,7 @@ def test_old_kv_in_vllms_cache_is_not_stored(
 
 
 def test_kv_of_an_adapter_that_was_replaced_is_not_stored(
-    scheduler: ConnectorScheduler, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
+    scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's hashes have an adapter's name and path, and so its old blocks are hits."""
     digests = {"v1": b"A" * 16, "v2": b"B" * 16}
@@ -703,23 +671,19 @@ def test_kv_of_an_adapter_that_was_replaced_is_not_stored(
     assert len(only_store(stored).hashes) == 4
 
 
-def test_a_block_that_is_given_away_is_not_known(
-    scheduler: ConnectorScheduler, references: BlockReferences, pool: BlockPool
-) -> None:
-    taken = pool.get_new_blocks(17)
+def test_a_block_that_is_given_away_is_not_known(scheduler: ScriptedScheduler) -> None:
+    taken = scheduler.pool.get_new_blocks(17)
     blocks = [each.block_id for each in taken]
     assert asked_behind(scheduler, "r", 0, blocks)[1].stores
     assert asked_behind(scheduler, "s", 4 * CHUNK, blocks)[1].stores
-    pool.free_blocks(taken)
+    scheduler.pool.free_blocks(taken)
     for rank in (0, 1):
-        references.rank_stopped(rank)
-    pool.get_new_blocks(pool.get_num_free_blocks())  # whoever fills them now
+        scheduler.references.rank_stopped(rank)
+    scheduler.pool.get_new_blocks(scheduler.pool.get_num_free_blocks())  # whoever fills them now
     assert asked_behind(scheduler, "t", 4 * CHUNK, blocks)[1].stores == []
 
 
-def test_a_request_from_before_an_epoch_does_not_load(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_a_request_from_before_an_epoch_does_not_load(scheduler: ScriptedScheduler) -> None:
     """Preempted at once, before any store told it that its names are old."""
     request = FakeRequest("r", tokens=2 * CHUNK + 1)
     scheduler.matched_tokens(request, 0)
@@ -728,11 +692,11 @@ def test_a_request_from_before_an_epoch_does_not_load(
     name_weights(scheduler, "step-1")
     run(scheduler, step(preempted={"r"}))
     assert scheduler.matched_tokens(request, 0) == 0
-    assert adapter.lookups == [("r", 0)]
+    assert scheduler.adapter.lookups == [("r", 0)]
 
 
 def test_an_adapter_that_is_replaced_while_a_request_runs(
-    scheduler: ConnectorScheduler, monkeypatch: pytest.MonkeyPatch
+    scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is computed since has no name, neither the old adapter's nor the new one's."""
     digest: list[bytes | None] = [b"A" * 16]
@@ -753,8 +717,7 @@ def test_an_adapter_that_is_replaced_while_a_request_runs(
 )
 @pytest.mark.parametrize("ended", [False, True])
 def test_an_adapter_that_is_read_as_another_than_it_was_named(
-    scheduler: ConnectorScheduler,
-    adapter: ScriptedAdapter,
+    scheduler: ScriptedScheduler,
     monkeypatch: pytest.MonkeyPatch,
     read: bytes | None,
     stored: bool,
@@ -793,11 +756,11 @@ def test_an_adapter_that_is_read_as_another_than_it_was_named(
         assert bool(end.stores) == stored
     # One that was waiting has looked up under the wrong name.
     scheduler.matched_tokens(waiting, 0)
-    assert adapter.lookups.count(("waiting", 0)) == (1 if stored else 2)
+    assert scheduler.adapter.lookups.count(("waiting", 0)) == (1 if stored else 2)
 
 
 def test_after_a_failed_step_workers_tell_their_adapters_again(
-    scheduler: ConnectorScheduler,
+    scheduler: ScriptedScheduler,
 ) -> None:
     scheduler.adapters_read({0: {}})
     lost, taken = (
@@ -820,12 +783,12 @@ def test_after_a_failed_step_workers_tell_their_adapters_again(
 
 @pytest.mark.parametrize("local", [0, CHUNK])
 def test_what_another_connector_has_loaded_is_not_stored(
-    scheduler: ConnectorScheduler, pool: BlockPool, local: int
+    scheduler: ScriptedScheduler, local: int
 ) -> None:
     """Nor what is computed behind it, by this request or by one that finds its blocks."""
     first = list(range(1, 18))
     if local:
-        computed_before(scheduler, pool, first[:4], local)
+        computed_before(scheduler, scheduler.pool, first[:4], local)
     request = FakeRequest("r")
     scheduler.matched_tokens(request, local)
     scheduler.allocated(request, [], 0)
@@ -840,7 +803,7 @@ def test_what_another_connector_has_loaded_is_not_stored(
     assert len(only_store(asked_behind(scheduler, "t", 0, again)[1]).hashes) == 4
 
 
-def test_a_request_that_resumes_with_a_siblings_load(scheduler: ConnectorScheduler) -> None:
+def test_a_request_that_resumes_with_a_siblings_load(scheduler: ScriptedScheduler) -> None:
     request = FakeRequest("r", tokens=2 * CHUNK + 1)
     scheduler.matched_tokens(request, 0)
     scheduler.allocated(request, [], 0)
@@ -864,15 +827,13 @@ def begun(scheduler: ConnectorScheduler, name: str, blocks: list[int], tokens: i
     return step(new=(name, blocks, 0, tokens))
 
 
-def test_a_step_is_stored_once_its_output_was_taken(
-    scheduler: ConnectorScheduler, references: BlockReferences
-) -> None:
+def test_a_step_is_stored_once_its_output_was_taken(scheduler: ScriptedScheduler) -> None:
     """Two steps are in flight, as with asynchronous scheduling."""
     first = begun(scheduler, "r", list(range(1, 18)), 2 * CHUNK)
     assert scheduler.build_metadata(first).stores == []
     second = step(cached=("r", None, 2 * CHUNK, 2 * CHUNK + 1))
     assert scheduler.build_metadata(second).stores == []
-    assert references.expects_reports()  # vLLM steps on, so that they are sent
+    assert scheduler.references.expects_reports()  # vLLM steps on, so that they are sent
     scheduler.output_taken(first)
     third = step(cached=("r", None, 4 * CHUNK + 1, 1))
     assert list(only_store(scheduler.build_metadata(third)).block_ids) == list(range(1, 9))
@@ -882,16 +843,14 @@ def test_a_step_is_stored_once_its_output_was_taken(
     assert scheduler.build_metadata(step()).stores == []
 
 
-def test_nothing_that_a_failed_step_has_computed_is_stored(
-    scheduler: ConnectorScheduler, references: BlockReferences, pool: BlockPool
-) -> None:
+def test_nothing_that_a_failed_step_has_computed_is_stored(scheduler: ScriptedScheduler) -> None:
     """Nor a later step's, which may have used it. vLLM goes on after faults of experts."""
-    free = pool.get_num_free_blocks()
+    free = scheduler.pool.get_num_free_blocks()
     good = begun(scheduler, "good", list(range(20, 37)), 4 * CHUNK + 1)
     scheduler.build_metadata(good)
     scheduler.output_taken(good)
     ((sent, *_),) = scheduler.build_metadata(step()).stores
-    references.sent([sent])
+    scheduler.references.sent([sent])
     failed = begun(scheduler, "r", list(range(1, 18)), 2 * CHUNK)
     scheduler.build_metadata(failed)
     behind = step(cached=("r", None, 2 * CHUNK, 2 * CHUNK + 1))
@@ -900,25 +859,23 @@ def test_nothing_that_a_failed_step_has_computed_is_stored(
     after = scheduler.build_metadata(step())
     assert after.stores == []
     assert after.unsure == [sent]  # its end may have been reported in the failed step
-    references.ended({0: [sent], 1: [sent]})
-    assert pool.get_num_free_blocks() == free
+    scheduler.references.ended({0: [sent], 1: [sent]})
+    assert scheduler.pool.get_num_free_blocks() == free
     # What vLLM still has of it in its own cache is not stored, nor what others compute behind it.
     assert asked_behind(scheduler, "s", 2 * CHUNK, list(range(1, 18)))[1].stores == []
     assert run(scheduler, step(cached=("r", [60, 61], 4 * CHUNK + 1, 1))).stores == []
     assert len(asked_behind(scheduler, "t", 0, list(range(40, 57)))[1].stores) == 1
 
 
-def test_loads_of_failed_steps_are_asked_for_while_vllm_waits(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, references: BlockReferences
-) -> None:
-    adapter.tokens = 2 * CHUNK
+def test_loads_of_failed_steps_are_asked_for_while_vllm_waits(scheduler: ScriptedScheduler) -> None:
+    scheduler.adapter.tokens = 2 * CHUNK
     for name, first in (("waits", 1), ("ended", 20)):
         request = FakeRequest(name)
         assert scheduler.matched_tokens(request, 0) == 2 * CHUNK
         scheduler.allocated(request, [list(range(first, first + 17))], 2 * CHUNK)
     failed = step()
     loads = scheduler.build_metadata(failed).loads
-    references.sent(each.transfer_id for each in loads)
+    scheduler.references.sent(each.transfer_id for each in loads)
     after = step()
     scheduler.build_metadata(after)
     scheduler.load_ended("ended")  # vLLM 0.33 saves some reports of a failed step
@@ -931,17 +888,15 @@ def test_loads_of_failed_steps_are_asked_for_while_vllm_waits(
     assert not scheduler.build_metadata(step()).awaited
 
 
-def test_a_step_behind_a_lost_one_may_be_lost_too(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, references: BlockReferences
-) -> None:
+def test_a_step_behind_a_lost_one_may_be_lost_too(scheduler: ScriptedScheduler) -> None:
     """Its reports are asked for again, although nothing of it would be stored."""
-    adapter.tokens = 2 * CHUNK
+    scheduler.adapter.tokens = 2 * CHUNK
     request = FakeRequest("r")
     assert scheduler.matched_tokens(request, 0) == 2 * CHUNK
     scheduler.allocated(request, [list(range(1, 18))], 2 * CHUNK)
     steps = [step() for _ in range(5)]
     for each in steps[:3]:
-        references.sent(load.transfer_id for load in scheduler.build_metadata(each).loads)
+        scheduler.references.sent(load.transfer_id for load in scheduler.build_metadata(each).loads)
     scheduler.output_taken(steps[1])
     asked = scheduler.build_metadata(steps[3])
     assert [each.request_id for each in asked.awaited] == ["r"]
@@ -954,22 +909,18 @@ def test_a_step_behind_a_lost_one_may_be_lost_too(
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_what_waits_to_be_stored_is_dropped_at_a_pause(
-    scheduler: ConnectorScheduler,
-    adapter: ScriptedAdapter,
-    references: BlockReferences,
-    pool: BlockPool,
-    taken: bool,
+    scheduler: ScriptedScheduler, taken: bool
 ) -> None:
     """In its caller's process vLLM goes to sleep without another step, and discards the KV."""
-    free = pool.get_num_free_blocks()
+    free = scheduler.pool.get_num_free_blocks()
     output = begun(scheduler, "r", list(range(1, 18)), 2 * CHUNK)
     scheduler.build_metadata(output)
     if taken:
         scheduler.output_taken(output)
     scheduler.finished(FakeRequest("r"))
     scheduler.paused()
-    assert pool.get_num_free_blocks() == free
-    assert adapter.ended == ["r"]
+    assert scheduler.pool.get_num_free_blocks() == free
+    assert scheduler.adapter.ended == ["r"]
     if not taken:
         scheduler.output_taken(output)
     woken = step()
@@ -982,25 +933,23 @@ def test_what_waits_to_be_stored_is_dropped_at_a_pause(
     assert list(only_store(scheduler.build_metadata(step())).block_ids) == list(range(20, 28))
 
 
-def test_a_session_ends_behind_the_stores_of_its_request(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_a_session_ends_behind_the_stores_of_its_request(scheduler: ScriptedScheduler) -> None:
     """A request of one token ends in the step that computes its prompt."""
     output = begun(scheduler, "r", list(range(1, 18)), 4 * CHUNK + 1)
     scheduler.build_metadata(output)
     scheduler.finished(FakeRequest("r"))
     scheduler.output_taken(output)
-    assert adapter.ended == []
+    assert scheduler.adapter.ended == []
     carries = step()
     assert only_store(scheduler.build_metadata(carries))
-    assert adapter.ended == []
+    assert scheduler.adapter.ended == []
     scheduler.output_taken(carries)
-    assert adapter.ended == ["r"]
+    assert scheduler.adapter.ended == ["r"]
     scheduler.finished(FakeRequest("without stores"))
-    assert adapter.ended == ["r", "without stores"]
+    assert scheduler.adapter.ended == ["r", "without stores"]
 
 
-def test_an_output_of_no_step_says_nothing(scheduler: ConnectorScheduler) -> None:
+def test_an_output_of_no_step_says_nothing(scheduler: ScriptedScheduler) -> None:
     """vLLM 0.33 gives its scheduler empty ones to deliver reports of steps that have failed."""
     output = begun(scheduler, "r", list(range(1, 18)), 2 * CHUNK)
     scheduler.build_metadata(output)
@@ -1032,24 +981,22 @@ def test_a_prompt_that_a_prefiller_sends_is_not_loaded(
 # ------------------------------------------------------- memory
 
 
-def test_a_hit_that_is_refused_while_nothing_runs_is_computed(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, references: BlockReferences
-) -> None:
-    adapter.tokens = 2 * CHUNK
+def test_a_hit_that_is_refused_while_nothing_runs_is_computed(scheduler: ScriptedScheduler) -> None:
+    scheduler.adapter.tokens = 2 * CHUNK
     request = FakeRequest()
     for _ in range(3):  # a step runs: blocks may become free
         assert scheduler.matched_tokens(request, 0) == 2 * CHUNK
         run(scheduler, step(cached=("other", None, 1, 1)))
     assert scheduler.matched_tokens(request, 0) == 2 * CHUNK
-    transfer = references.take([5])  # one is in flight
+    transfer = scheduler.references.take([5])  # one is in flight
     run(scheduler, step())
     assert scheduler.matched_tokens(request, 0) == 2 * CHUNK
-    references.ended({0: [transfer], 1: [transfer]})
+    scheduler.references.ended({0: [transfer], 1: [transfer]})
     run(scheduler, step())
     assert scheduler.matched_tokens(request, 0) == 0
-    assert adapter.ended == ["r"]
+    assert scheduler.adapter.ended == ["r"]
     assert scheduler.matched_tokens(request, 0) == 0
-    assert adapter.lookups == [("r", 0)]
+    assert scheduler.adapter.lookups == [("r", 0)]
 
 
 def test_vllm_waits_for_blocks_that_only_stores_hold(
@@ -1072,18 +1019,16 @@ def test_vllm_waits_for_blocks_that_only_stores_hold(
     references.ended({0: [load], 1: [load]})
 
 
-def test_an_aborted_load_that_fails_is_stored_again(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_an_aborted_load_that_fails_is_stored_again(scheduler: ScriptedScheduler) -> None:
     """Its chunks may not be cached, although a lookup has found them."""
-    adapter.tokens = 2 * CHUNK
+    scheduler.adapter.tokens = 2 * CHUNK
     request = FakeRequest("r", tokens=2 * CHUNK + 1)
     assert scheduler.matched_tokens(request, 0) == 2 * CHUNK
     scheduler.allocated(request, [list(range(1, 10))], 2 * CHUNK)
     run(scheduler, step())
     request.over = True
     scheduler.finished(request)
-    adapter.tokens = 0
+    scheduler.adapter.tokens = 0
     scheduler.reported(WorkerReport({}, failed={"r"}))
     scheduler.load_ended("r")
     assert "r" not in scheduler._tracked
@@ -1133,28 +1078,22 @@ def wishing(**wishes: Any) -> FakeRequest:
     return FakeRequest(kv_transfer_params={"lmcache_redis": wishes})
 
 
-def test_a_request_that_must_not_load_is_not_looked_up(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_a_request_that_must_not_load_is_not_looked_up(scheduler: ScriptedScheduler) -> None:
     assert scheduler.matched_tokens(wishing(load=False), 0) == 0
-    assert adapter.lookups == []
+    assert scheduler.adapter.lookups == []
 
 
-def test_a_request_loads_at_most_what_it_allows(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_a_request_loads_at_most_what_it_allows(scheduler: ScriptedScheduler) -> None:
     assert scheduler.matched_tokens(wishing(max_load_tokens=CHUNK - 1), 0) == 0
-    assert adapter.lookups == []
+    assert scheduler.adapter.lookups == []
     request = wishing(max_load_tokens=2 * CHUNK + 1)
     request.request_id = "s"
     scheduler.matched_tokens(request, 0)
-    assert adapter.hashes == 2
+    assert scheduler.adapter.hashes == 2
 
 
-def test_a_request_that_must_not_be_stored_is_loaded(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
-    adapter.tokens = CHUNK
+def test_a_request_that_must_not_be_stored_is_loaded(scheduler: ScriptedScheduler) -> None:
+    scheduler.adapter.tokens = CHUNK
     assert scheduler.matched_tokens(wishing(store=False), 0) == CHUNK
     metadata = run(scheduler, step(new=("r", list(range(1, 18)), 0, 4 * CHUNK + 1)))
     assert metadata.stores == []
@@ -1163,30 +1102,26 @@ def test_a_request_that_must_not_be_stored_is_loaded(
 # ------------------------------------------------------- what computing costs
 
 
-def test_lookups_say_what_the_engine_takes_to_compute_a_token(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_lookups_say_what_the_engine_takes_to_compute_a_token(scheduler: ScriptedScheduler) -> None:
     scheduler.matched_tokens(FakeRequest("first"), 0)
-    assert adapter.token_s == 0.0
+    assert scheduler.adapter.token_s == 0.0
     output = step(new=("first", list(range(1, 18)), 0, 4 * CHUNK))
     scheduler.build_metadata(output)
     time.sleep(0.02)
     scheduler.output_taken(output)
     scheduler.matched_tokens(FakeRequest("second"), 0)
-    assert adapter.token_s > 0.02 / (4 * CHUNK)
+    assert scheduler.adapter.token_s > 0.02 / (4 * CHUNK)
 
 
-def test_lookups_say_what_is_left_of_the_prompts_begun(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_lookups_say_what_is_left_of_the_prompts_begun(scheduler: ScriptedScheduler) -> None:
     def asked(name: str) -> int:
         """What another request's lookup says, in tokens."""
         scheduler.matched_tokens(FakeRequest(name), 0)
-        return round(adapter.busy_s / adapter.token_s)
+        return round(scheduler.adapter.busy_s / scheduler.adapter.token_s)
 
     first = FakeRequest("first", 9 * CHUNK)
     scheduler.matched_tokens(first, 0)
-    assert adapter.busy_s == 0.0
+    assert scheduler.adapter.busy_s == 0.0
     scheduler.allocated(first, [[*range(1, 37)]], 0)
     run(scheduler, step(new=("first", [*range(1, 37)], 0, 4 * CHUNK)))
     first.num_computed_tokens = 4 * CHUNK  # as vLLM does behind each step
@@ -1201,18 +1136,14 @@ def test_lookups_say_what_is_left_of_the_prompts_begun(
     assert asked("fifth") == 0
 
 
-def test_an_engine_that_loads_always_says_nothing_of_its_time(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_an_engine_that_loads_always_says_nothing_of_its_time(scheduler: ScriptedScheduler) -> None:
     scheduler.matched_tokens(FakeRequest("first"), 0)
-    assert adapter.token_s == adapter.busy_s == 0.0
+    assert scheduler.adapter.token_s == scheduler.adapter.busy_s == 0.0
 
 
-def test_steps_of_tokens_after_the_prompt_are_not_measured(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
+def test_steps_of_tokens_after_the_prompt_are_not_measured(scheduler: ScriptedScheduler) -> None:
     scheduler.matched_tokens(FakeRequest(), 0)
     for computed, is_measured in ((4 * CHUNK + 1, False), (4 * CHUNK, True)):
         run(scheduler, step(new=("r", list(range(1, 31)), computed, 200)))
         scheduler.matched_tokens(FakeRequest(f"behind {computed}"), 0)
-        assert (adapter.token_s > 0.0) == is_measured
+        assert (scheduler.adapter.token_s > 0.0) == is_measured

@@ -105,10 +105,7 @@ def test_model_files_that_change_in_a_start_are_not_known(
         assert ask(engine) == (first, 0)
         assert "has changed since this engine started" in log.read_text()
     transfer["kv_connector_extra_config"]["weights_id"] = "mine"
-    with ForkedEngine(
-        model, kv_transfer=transfer, log_path=log, options=OPTIONS, env=env
-    ) as engine:
-        wait_until(lambda: ready(agent), what="the engine at the agent")
+    with start(model, agent, log, kv_transfer=transfer, env=env) as engine:
         second, cached = ask(engine)
         assert cached == 0
         assert second != first

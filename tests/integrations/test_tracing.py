@@ -216,7 +216,7 @@ class Collector:
 
 # In the engine's process: a step that asks with trace headers, as vLLM's server does.
 TRACED_STEP = f"""
-from demo import engine
+from testkit import engine
 
 def traced(llm, request):
     from vllm import SamplingParams

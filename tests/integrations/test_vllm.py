@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lmcache_redis.chunks.names import parse_stripe_key
-from tests.engines import ForkedEngine, empty
+from tests.engines import ForkedEngine, empty, transfer_config
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import OPTIONS, Prompts
 from tests.integrations.router import Router
@@ -40,12 +42,15 @@ def start(
     log: Path,
     *,
     env: dict[str, str] | None = None,
+    kv_transfer: Mapping[str, Any] | None = None,
     **options: object,
 ) -> ForkedEngine:
-    """An engine, known to the agent where one runs."""
+    """An engine, known to the agent where one runs. kv_transfer: in place of the connector's."""
+    if kv_transfer is None and agent is not None:
+        kv_transfer = transfer_config(agent.endpoint)
     engine = ForkedEngine(
         model_dir,
-        connector_endpoint=None if agent is None else agent.endpoint,
+        kv_transfer=kv_transfer,
         log_path=log,
         options={**OPTIONS, **options},
         env={"VLLM_CPU_KVCACHE_SPACE": "1", **(env or {})},

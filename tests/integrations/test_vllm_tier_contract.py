@@ -88,6 +88,7 @@ def test_the_plugin_registers_the_tier_by_name() -> None:
     assert SecondaryTierFactory.get_tier_class({"type": TIER_TYPE}) is RedisTierManager
 
 
+@pytest.mark.long
 @pytest.mark.servers
 @pytest.mark.skipif("LMCACHE_REDIS_TEST_NESTED" in os.environ, reason="runs in a newer vLLM")
 def test_the_tier_runs_in_newer_releases() -> None:

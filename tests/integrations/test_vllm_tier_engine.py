@@ -27,7 +27,7 @@ def start(model: Path, redis: RedisServer, log: Path, ranks: int = 1) -> ForkedE
         "cpu_bytes_to_use": 128 << 20,
         "block_size": CHUNK,
         "canonical_layout": True,
-        "secondary_tiers": [{"type": "redis", "url": redis.unix_url, "lookup_timeout_s": 5.0}],
+        "secondary_tiers": [{"type": "redis", "url": redis.unix_url, "timeout_s": 50.0}],
     }
     return ForkedEngine(
         model,

@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from demo import engine
+from testkit import engine
 
 _TRAINED = Path(os.environ["TRAINED"])
 _load_model = CPUWorker.load_model

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from demo.engine import Answer, EngineFailed
+from testkit.engine import Answer, EngineFailed
 from tests.engines import VLLM_VARIABLE, ForkedEngine, empty, transfer_config
 from tests.harness import AgentServer, wait_until
 from tests.matrix.models import (

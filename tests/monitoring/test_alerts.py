@@ -132,6 +132,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Site]]:
         yield start
 
 
+@pytest.mark.long
 @pytest.mark.servers
 def test_alerts_fire_in_their_faults_alone(tmp_path: Path, start: Callable[..., Site]) -> None:
     targets = [f"127.0.0.1:{free_port()}" for _ in range(6)]

@@ -130,6 +130,7 @@ def test_the_lines_of_a_mutant_are_those_of_its_statement() -> None:
             assert lines == [source[mutant.line - 1].strip()]
 
 
+@pytest.mark.long
 @pytest.mark.servers
 def test_mutants_are_killed_or_survive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a tree of two files; a mutant that never ends is killed too."""

@@ -192,13 +192,6 @@ def test_behaves_as_the_model(backend: ChunkBackend) -> None:
 # -------------------------------------------------------------- one chunk
 
 
-def test_every_dtype(backend: ChunkBackend) -> None:
-    for dtype in DTYPES:
-        tensor = tensor_of(1, (2, 3, 5, 7), dtype)
-        assert backend.put(key_of(1), tensor)
-        assert same(backend.get(key_of(1)), tensor)
-
-
 @every_kind
 def test_every_size(backend: ChunkBackend) -> None:
     for length in (1, 511, 4096, 4097, (3 << 20) + 13):
@@ -207,16 +200,6 @@ def test_every_size(backend: ChunkBackend) -> None:
             assert backend.put(key_of(1), tensor, blocking)
             assert backend.flush(FLUSH_S)
             assert same(backend.get(key_of(1)), tensor)
-
-
-@pytest.mark.parametrize("shape", [(3, 2, 4, 2, 5), (1, 2, 1, 3, 1, 2, 1, 2)])
-def test_shapes_of_more_than_four_dimensions(backend: ChunkBackend, shape: tuple[int, ...]) -> None:
-    """As an engine has KV: layers, key and value, tokens, heads, head size."""
-    tensor = tensor_of(1, shape, "bfloat16")
-    assert backend.put(key_of(1), tensor)
-    assert same(backend.get(key_of(1)), tensor)
-    (found,) = backend.batched_get([key_of(1)])
-    assert same(found, tensor)
 
 
 def test_a_tensor_that_is_not_contiguous(backend: ChunkBackend) -> None:
@@ -413,20 +396,6 @@ def test_a_later_put_or_remove_beats_one_that_waits(backend: ChunkBackend) -> No
         assert same(backend.get(key_of(number)), expected)
 
 
-@every_kind
-def test_batched_calls(backend: ChunkBackend) -> None:
-    pairs = [(key_of(number), tensor_of(number, (number + 1, 3))) for number in range(10)]
-    assert backend.batched_put(pairs[:5]) == 5
-    assert backend.batched_put(iter(pairs[5:]), blocking=False) == 5
-    assert backend.flush(FLUSH_S)
-    wanted = [key for key, _ in reversed(pairs)] + [key_of(99)]
-    found = list(backend.batched_get(iter(wanted)))
-    assert all(same(a, b) for a, (_, b) in zip(found, reversed(pairs), strict=False))
-    assert found[-1] is None
-    assert list(backend.batched_get([])) == []
-    assert backend.batched_put([]) == 0
-
-
 # -------------------------------------------------------------- threads
 
 
@@ -501,12 +470,6 @@ def _elements(value: int) -> int:
 
 
 # -------------------------------------------------------------- the end
-
-
-def test_flush_has_nothing_to_wait_for(backend: ChunkBackend) -> None:
-    assert backend.flush(0)
-    assert backend.put(key_of(1), tensor_of(1, (8,)))
-    assert backend.flush(0)
 
 
 def test_every_call_after_close_raises(backend: ChunkBackend) -> None:

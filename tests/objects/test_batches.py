@@ -28,7 +28,7 @@ def chunks(count: int, nbytes: int = 1000) -> list[tuple[ObjectKey, torch.Tensor
 
 def one_by_one(proxy: Proxy) -> RedisOptions:
     """One connection for GETs, so that the proxy sees them in order."""
-    return RedisOptions(proxy.url, get_connections=1)
+    return RedisOptions(proxy.url, connections=1)
 
 
 def test_the_first_is_there_before_the_last_was_sent(server: RedisServer) -> None:

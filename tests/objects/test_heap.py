@@ -12,22 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lmcache_redis.cache.pool import Entry, HostPool
 from lmcache_redis.native.madvise import address_of
-from lmcache_redis.objects.cache import LEAST_REUSED_BYTES, HeapMemory
+from lmcache_redis.objects.cache import HeapMemory
 from tests.cache.auditing import audit
 
 MIB = 1 << 20
-
-
-def test_an_entry_over_the_idle_limit_leaves_the_others() -> None:
-    pool = HostPool(HeapMemory(), idle_limit=100)
-    small, large = pool.reserve(b"small", 60), pool.reserve(b"large", 101)
-    for entry in (small, large):
-        assert entry is not None
-        pool.publish(entry)
-        pool.unpin(entry)
-    assert [entry.key for entry in pool] == [b"small"]
-    assert (pool.used, pool.idle) == (60, 60)
-    audit(pool)
 
 
 def test_memory_is_used_again_for_the_same_size() -> None:
@@ -58,15 +46,6 @@ def test_no_more_is_kept_than_was_said_and_what_was_used_last() -> None:
     memory.give_back(held[0])
     memory.close()
     memory.give_back(held[1])
-    assert memory.spare_bytes == 0
-
-
-def test_small_ones_are_not_kept() -> None:
-    memory = HeapMemory()
-    for nbytes in (1, LEAST_REUSED_BYTES - 1):
-        block = memory.take(nbytes)
-        assert block.nbytes == nbytes
-        memory.give_back(block)
     assert memory.spare_bytes == 0
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,17 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkNames
-from lmcache_redis.errors import ConfigError, FormatError, NotListed
+from lmcache_redis.errors import ConfigError, NotListed
 from lmcache_redis.objects import ChunkBackend, in_memory, in_redis, on_disk
-from lmcache_redis.objects import backend as backends
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.tiers import ReadOutcome
 from tests.objects.conftest import OpenDisk
 from tests.objects.redis_tiers import SLOT, plane_of, wait_until
-from tests.objects.samples import Buffers, key_of, same, tensor_of
+from tests.objects.samples import key_of, same, tensor_of
 from tests.servers import RedisServer
 
 ROOM = 128 << 20
@@ -42,9 +38,6 @@ class Stacked:
     def begin(self, call: Callable[[], object]) -> None:
         self._threads.append(threading.Thread(target=call))
         self._threads[-1].start()
-
-    def begin_get(self, number: int) -> None:
-        self.begin(lambda: self.found.append(self.backend.get(key_of(number))))
 
     def join(self) -> None:
         for thread in self._threads:
@@ -114,23 +107,6 @@ def test_a_get_fills_all_tiers_above(server: RedisServer, tmp_path: Path) -> Non
     remote.close()
 
 
-def test_wrong_buffers_raise_and_leave_nothing(stack: Callable[..., Stacked]) -> None:
-    stacked, chunk = stack(), tensor_of(1, (1000,))
-    assert stacked.lower.put(key_of(1), chunk)
-    asked: list[RemoteMetadata] = []
-    assert stacked.backend.get_bytes(key_of(1), asked.append) is None
-    assert len(asked) == 1
-    with pytest.raises(ValueError, match="bytes"):
-        stacked.backend.get_bytes(key_of(1), Buffers(5))
-    with pytest.raises(LookupError):
-        stacked.backend.get_bytes(key_of(1), lambda metadata: {}[metadata])
-    metadata = RemoteMetadata(3, [(3,)], ["uint8"], MemoryFormat.UNDEFINED)
-    with pytest.raises(FormatError):
-        stacked.backend.put_bytes(key_of(1), metadata, [])
-    assert same(stacked.backend.get(key_of(1)), chunk)
-    wait_until(lambda: stacked.in_memory == 1000)  # its thread has still to let go of it
-
-
 # ------------------------------------------------------------------ tiers that fail
 
 
@@ -180,110 +156,7 @@ def test_what_no_tier_takes_is_not_counted(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ one load
 
 
-def test_concurrent_readers_share_one_load(
-    stack: Callable[..., Stacked], own_server: RedisServer
-) -> None:
-    stacked, chunk = stack(), tensor_of(1, (1000,))
-    assert stacked.lower.put(key_of(1), chunk)
-    own_server.stop()
-    for _ in range(8):
-        stacked.begin_get(1)
-    wait_until(lambda: len(stacked.backend._thread.calls) == 8)
-    own_server.cont()
-    stacked.join()
-    assert len(stacked.found) == 8
-    assert all(same(found, chunk) for found in stacked.found)
-    assert len({found.data_ptr() for found in stacked.found if found is not None}) == 8
-    assert stacked.loads == 1
-
-
-def test_a_batch_is_loaded_ahead_and_may_be_abandoned(
-    stack: Callable[..., Stacked], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backends, "WINDOW_CHUNKS", 3)
-    stacked = stack()
-    chunks = {n: tensor_of(n, (1000 + n,)) for n in range(10)}
-    for number, chunk in chunks.items():
-        assert stacked.lower.put(key_of(number), chunk)
-    found = stacked.backend.batched_get(key_of(n) for n in range(10))
-    assert same(next(found), chunks[0])
-    wait_until(lambda: stacked.loads == 3)
-    assert same(next(found), chunks[1])
-    wait_until(lambda: stacked.loads == 4)
-    found.close()  # type: ignore[attr-defined]
-    wait_until(lambda: stacked.backend._objects.cache.pool.pinned == 0)
-    wanted = [3, 3, 99, 9, 0, 3]
-    again = list(stacked.backend.batched_get([key_of(n) for n in wanted]))
-    assert all(same(a, chunks.get(n)) for a, n in zip(again, wanted, strict=True))
-
-
 # ------------------------------------------------------------------ no resurrection
-
-
-@pytest.mark.parametrize("change", ["put", "remove"])
-def test_a_change_during_a_load_is_not_undone(
-    stack: Callable[..., Stacked], own_server: RedisServer, change: str
-) -> None:
-    stacked, old, new = stack(), tensor_of(1, (100 * SLOT,)), tensor_of(2, (777,))
-    for _ in range(10):
-        assert stacked.lower.put(key_of(1), old)
-        own_server.stop()
-        stacked.begin_get(1)
-        wait_until(lambda: stacked.backend._thread.calls)
-        if change == "put":
-            stacked.begin(lambda: stacked.backend.put(key_of(1), new))
-        else:
-            stacked.begin(lambda: stacked.backend.remove(key_of(1)))
-        own_server.cont()
-        stacked.join()
-        expected = new if change == "put" else None
-        assert same(stacked.backend.get(key_of(1)), expected)
-        assert same(stacked.lower.get(key_of(1)), expected)
-        assert all(found is None or same(found, old) or same(found, new) for found in stacked.found)
-        stacked.backend.remove(key_of(1))
-
-
-def test_threads_find_what_was_put_last(server: RedisServer) -> None:
-    """Each thread puts and removes keys of its own; the others read them constantly."""
-    backend = ChunkBackend([in_memory(20_000), in_redis(server.url, slot_bytes=SLOT)])
-    failures: list[BaseException] = []
-    stop_at = time.monotonic() + 1.5
-    stop = threading.Event()
-
-    def own(number: int) -> None:
-        choose = random.Random(number)
-        mine: dict[ObjectKey, torch.Tensor | None] = {key_of(number * 10 + n): None for n in (0, 1)}
-        try:
-            while time.monotonic() < stop_at:
-                key = choose.choice([*mine])
-                if choose.random() < 0.3:
-                    assert backend.remove(key) == (mine[key] is not None)
-                    mine[key] = None
-                elif choose.random() < 0.6:
-                    mine[key] = tensor_of(choose.randrange(1000), (choose.randrange(1, 9000),))
-                    assert backend.put(key, mine[key])
-                assert same(backend.get(key), mine[key])
-                assert backend.contains(key) == (mine[key] is not None)
-        except BaseException as error:
-            failures.append(error)
-            raise
-
-    def read() -> None:
-        choose = random.Random(99)
-        while not stop.is_set():
-            backend.get(key_of(choose.randrange(4) * 10 + choose.randrange(2)))
-
-    owners = [threading.Thread(target=own, args=(number,)) for number in range(4)]
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for thread in (*owners, *readers):
-        thread.start()
-    for thread in owners:
-        thread.join(30)
-    stop.set()
-    for thread in readers:
-        thread.join(30)
-    backend.close()
-    assert not failures
 
 
 # ------------------------------------------------------------------ settings

@@ -67,6 +67,29 @@ def test_rows_have_each_size_with_each(trace: Path) -> None:
     assert document["assumed"]["link to Redis"].startswith("12,500 MB/s")
 
 
+def test_packing_makes_redis_larger_and_the_link_faster(trace: Path) -> None:
+    sizes = (trace, "--pool-bytes", "8GiB", "--json")
+    packed, same, plain = (
+        json.loads(run(*sizes, "--redis-bytes", size, "--link-gbit", gbit, *more))
+        for size, gbit, more in (
+            ("40GiB", 2, ("--redis-ratio", 1.5)),
+            ("60GiB", 3, ()),
+            ("40GiB", 2, ()),
+        )
+    )
+    assert packed["assumed"]["KV"] == f"{plain['assumed']['KV']}, 1.5 times smaller in Redis"
+    (packed,), (same,), (plain,) = (each["rows"] for each in (packed, same, plain))
+    smaller = ("stored_bytes", "link_bytes_per_s", "link_peak_bytes_per_s")
+    for name in smaller:
+        assert packed[name] == pytest.approx(same[name] / 1.5)
+    prices = {name for name in packed if name.startswith("usd")}
+    for name in {*packed} - {*smaller, *prices, "redis_bytes", "redis_ratio"}:
+        assert packed[name] == pytest.approx(same[name]), name
+    assert packed["usd_per_month"] == plain["usd_per_month"]
+    assert packed["hit_rate"] > plain["hit_rate"]
+    assert packed["stored_bytes"] < plain["stored_bytes"]
+
+
 def test_what_storing_later_saves_and_loses_is_said(trace: Path) -> None:
     sizes = (trace, "--pool-bytes", "8GiB", "--redis-bytes", "256GiB")
     said = re.search(

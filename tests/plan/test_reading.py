@@ -139,6 +139,13 @@ def test_kv_events_are_requests_behind_the_engines_cache(tmp_path: Path) -> None
     assert "own cache" in trace.notes[0]
 
 
+def test_blocks_of_one_token_are_blocks(tmp_path: Path) -> None:
+    event = {"type": "BlockStored", "block_hashes": ["a", "b"], "block_size": 1}
+    trace = read(tmp_path, [1.0, [event]], [2.0, [event]])
+    assert (trace.layout.block_tokens, trace.layout.nbytes) == (1, 10)
+    assert trace.asked.tolist() == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("lines", "says"),
     [

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,7 @@ def test_a_distance_is_the_size_of_a_cache_that_hits(names: list[int], capacity:
         cache.use(name, 1)
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize(("chunk_tokens", "store_after"), [(512, 1), (1024, 1), (512, 2), (512, 3)])
 def test_prefixes_are_those_of_caches_one_by_one(
     example: Trace, replicas: int, chunk_tokens: int, store_after: int
@@ -138,37 +139,81 @@ def test_larger_chunks_find_whole_chunks_only() -> None:
         trace_of("abc").in_chunks(25)
 
 
+def test_chunks_are_counted_from_the_beginning_of_the_prompt() -> None:
+    """A lookup may ask for what is behind the engine's own blocks; what was generated is no hit."""
+    columns = TraceColumns()
+    columns.add(50.0, range(10, 19), asked=5, first=1)  # blocks 1 to 9 of a prompt
+    columns.add(60.0, range(20, 26), asked=6, first=6)
+    trace = columns.trace(BlockLayout(10, CHUNK_BYTES, {FULL_REACH: CHUNK_BYTES})).in_chunks(30)
+    # Chunks end with the blocks 2, 5 and 8: the second, the fifth and the eighth that are named.
+    assert np.diff(trace.starts).tolist() == [3, 2]
+    assert trace.asked.tolist() == [2, 2]
+    assert trace.first.tolist() == [0, 2]
+    assert len({*trace.ids.tolist()}) == 5
+    assert trace.layout.block_tokens == 30
+    assert trace.duration_s == 10.0
+
+
 # ---------------------------------------------------------------- pacing
 
 
-@pytest.mark.parametrize("gbit", [0.5, 5, 50])
-def test_loads_are_those_of_the_rule_for_every_length(example: Trace, gbit: float) -> None:
-    # Bytes as of a real model. The trace in a tenth of its time: engines and link have queues.
+def _load_s(
+    places: Sequence[int], busy_s: Mapping[int, float], nbytes: int, speeds: Speeds
+) -> float:
+    """Until disk (1) and Redis (2), which are busy for so long, have given these chunks."""
+    waits_s = [0.0]
+    for tier, per_s, latency_s in (
+        (1, speeds.disk_bytes_per_s, 0.0),
+        (2, speeds.link_bytes_per_s, speeds.latency_s),
+    ):
+        if chunks := places.count(tier):
+            waits_s.append(latency_s + max(0.0, busy_s[tier]) + chunks * nbytes / per_s)
+    return max(waits_s)
+
+
+@pytest.mark.parametrize(("gbit", "replicas"), [(0.5, 1), (5, 1), (50, 1), (5, 2), (20, 2)])
+def test_loads_are_those_of_the_rule_for_every_length(
+    example: Trace, gbit: float, replicas: int
+) -> None:
+    """Each engine and each disk is a queue, and so is the link to Redis, for all of them."""
+    # Bytes as of a real model. The trace in a tenth of its time: the queues are not empty.
     layout = BlockLayout(512, 64 << 20, {FULL_REACH: 64 << 20})
     trace = Trace(**{**vars(example), "layout": layout, "times_s": example.times_s / 10})
-    replay = Replay(trace)
-    found = replay.find(Capacity(40 * layout.nbytes, 0, 10_000 * layout.nbytes))
-    speeds = Speeds(1e-4, gbit * 1e9 / 8, latency_s=0.0)
+    replay = Replay(trace, replicas)
+    pool, disk, redis, engine = (n * layout.nbytes for n in (40, 150, 10_000, 10))
+    found = replay.find(Capacity(pool, disk, redis, engine))
+    speeds = Speeds(1e-4, gbit * 1e9 / 8, disk_bytes_per_s=gbit * 2e8, latency_s=0.002)
     loads = decide(replay, found, speeds)
-    engine_s = link_s = 0.0
+    engine_s, link_s = [0.0] * replicas, 0.0
+    disk_s = [0.0] * replicas
     chunk_s = 512 * speeds.token_s
-    for request, now_s in enumerate(trace.times_s.tolist()):
-        begin, asked = int(trace.starts[request]), int(trace.asked[request])
-        free_s, busy_s = max(0.0, engine_s - now_s), max(0.0, link_s - now_s)
-        remote = np.cumsum(found.places[begin : begin + int(found.end[request])] == 2)
-        times = [(0, 0.0)]
-        for length, chunks in enumerate(remote.tolist(), start=1):
-            load_s = chunks * layout.nbytes / speeds.link_bytes_per_s
-            times.append((length, busy_s + load_s if chunks else 0.0))
-        best, got = prefix_worth_loading(times, asked, chunk_s, free_s), int(loads.end[request])
+    ends = zip(trace.times_s.tolist(), found.begin.tolist(), found.end.tolist(), strict=True)
+    for request, (now_s, begin, end) in enumerate(ends):
+        at, asked = int(replay.replica_of[request]), int(trace.asked[request])
+        start, free_s = int(trace.starts[request]), max(0.0, engine_s[at] - now_s)
+        places, lengths = found.places[start + begin : start + end].tolist(), range(begin, end + 1)
+        busy_s = {1: disk_s[at] - now_s, 2: link_s - now_s}
+        load_s = {n: _load_s(places[: n - begin], busy_s, layout.nbytes, speeds) for n in lengths}
+        best = prefix_worth_loading(load_s.items(), asked, chunk_s, free_s)
+        got = int(loads.end[request])
+        if not any(places):  # all of it is in the pool
+            best = end
         first_token_s = [
-            max(times[length][1], free_s) + (asked - length) * chunk_s for length in (best, got)
+            max(load_s[length], free_s) + (asked - length) * chunk_s for length in (best, got)
         ]
         assert first_token_s[1] == pytest.approx(first_token_s[0])
-        if loads.redis_bytes[request]:
-            link_s = max(link_s, now_s) + loads.redis_bytes[request] / speeds.link_bytes_per_s
-        engine_s = max(engine_s, now_s) + (asked - got) * chunk_s * (asked > got)
+        assert loads.wait_s[request] == pytest.approx(max(0.0, load_s[got] - free_s))
+        of_disk, of_redis = (places[: got - begin].count(n) * layout.nbytes for n in (1, 2))
+        assert loads.redis_bytes[request] == of_redis
+        if of_redis:
+            link_s = max(link_s, now_s) + of_redis / speeds.link_bytes_per_s
+        if of_disk:
+            disk_s[at] = max(disk_s[at], now_s) + of_disk / speeds.disk_bytes_per_s
+        if asked > got:
+            engine_s[at] = max(engine_s[at], now_s) + (asked - got) * chunk_s
     assert loads.redis_bytes.sum() > 0 or gbit < 1
+    assert found.begin.any(), "engines have something themselves"
+    assert max(disk_s) > 0 or gbit < 1
 
 
 def test_a_slow_link_is_left_alone_and_a_fast_one_used() -> None:
@@ -218,6 +263,36 @@ def test_rows_tell_tokens_times_link_and_money() -> None:
     assert row.usd_net_per_month == row.usd_saved_per_month - row.usd_per_month
     assert best_row([without, row]) is row
     assert best_row([without]) is None
+
+
+def test_rows_of_two_replicas_are_of_both_of_them() -> None:
+    """Each has a pool, a disk and an engine. What was generated is stored, and asked by nobody."""
+    columns, known = TraceColumns(), dict[tuple[int, int | str], int]()
+    for number, word in enumerate(["abcd", "efgh", "abcd", "efgh", "xy"]):
+        asked = 0 if word == "xy" else 4
+        columns.add(1000.0 + 100 * number, prefix_numbers(known, word), asked=asked)
+    trace = columns.trace(BlockLayout(10, CHUNK_BYTES, {FULL_REACH: CHUNK_BYTES}))
+    grid = Grid([2], [10], [2 * CHUNK_BYTES], [3 * CHUNK_BYTES], [10_000])
+    prices = Prices(gib_month=float(1 << 30), disk_gib_month=0.5 * (1 << 30), gpu_hour=3600.0)
+    fast = Speeds(1.0, 1000.0, disk_bytes_per_s=100.0, latency_s=0.5)
+    (row,) = plan_rows(trace, grid, fast, prices)
+    assert (row.replicas, row.requests, row.prompt_tokens, row.asked_tokens) == (2, 5, 160, 160)
+    assert (row.hit_tokens, row.slower_tokens) == (80, 0)
+    rates = row.hit_rate_pool, row.hit_rate_disk, row.hit_rate_redis
+    assert rates == pytest.approx((40 / 160, 20 / 160, 20 / 160))
+    # Of each prompt that comes again: a chunk from the disk in 1 s, one from Redis in 0.6 s.
+    assert row.prefill_s_saved == pytest.approx(80 - 2 * 1.0)
+    assert row.first_token_s_saved == pytest.approx((80 - 2 * 1.0) / 4)
+    assert row.busy_share == pytest.approx(80 / (400 * 2))
+    assert row.stored_bytes == 10 * CHUNK_BYTES
+    # In one of 200 parts of the time a prompt is stored; loads are of a chunk.
+    assert row.link_bytes_per_s == pytest.approx(12 * CHUNK_BYTES / 400)
+    assert row.link_peak_bytes_per_s == pytest.approx(4 * CHUNK_BYTES / 2)
+    assert row.usd_per_month == pytest.approx(2 * 200 + 10_000 + 2 * 300 * 0.5)
+    slow = Speeds(1.0, 1.0, disk_bytes_per_s=1.0)  # 100 s a chunk, which takes 10 s to compute
+    (row,) = plan_rows(trace, grid, slow, prices)
+    assert (row.hit_tokens, row.slower_tokens) == (40, 40)
+    assert (row.hit_rate_pool, row.hit_rate_disk, row.hit_rate_redis) == (0.25, 0, 0)
 
 
 def test_the_best_row_is_by_dollars_or_else_by_hit_rate() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import redis
 
 from lmcache_redis import native
 from lmcache_redis.resp import RedisPlane
 from tests import forks
+from tests.resp.certificates import Authority
 from tests.resp.helpers import our_connections, plane_threads, running, wait_until
 from tests.resp.proxy import Proxy
 from tests.servers import RedisServer
@@ -20,6 +23,20 @@ from tests.servers import RedisServer
 def plane(server: RedisServer) -> Iterator[RedisPlane]:
     with running(server.url) as plane:
         yield plane
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ca.pem, and server.key and server.pem for "localhost" signed by it."""
+    authority = Authority(tmp_path_factory.mktemp("tls"))
+    authority.issue("server", "localhost")
+    return authority.directory
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Iterator[redis.Redis]:
+    with server.client() as client:
+        yield client
 
 
 @pytest.fixture

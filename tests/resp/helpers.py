@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
-from lmcache_redis.chunks.frame import ChunkFrame, stripe_payload_bytes
+from lmcache_redis.chunks.cutting import stripe_payload_bytes
+from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.chunks.keys import hash_tag
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import key_stem, stripe_key
-from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
+from lmcache_redis.config import DEFAULT_CONNECTIONS
 from lmcache_redis.errors import RedisTimeout
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.resp.bulk import End, MoveCall, Request, Result
@@ -142,7 +143,7 @@ class Answers:
 
 # What a plane opens to one server with default options when there is much to do: its bulk
 # connections and control. With little to do it has one of each.
-CONNECTIONS = DEFAULT_GET_CONNECTIONS + DEFAULT_SET_CONNECTIONS + 1
+CONNECTIONS = 2 * DEFAULT_CONNECTIONS + 1
 LEAST_CONNECTIONS = 3
 
 

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
 
 import hiredis
+
+from tests.resp.loopback import Loopback
 
 # What is said to the words of a command; None: the connection is closed.
 Reply = bytes | None
@@ -33,67 +32,28 @@ TWEMPROXY: Answers = dict.fromkeys(
 )
 
 
-class OddProxy:
+class OddProxy(Loopback):
     """Listens on loopback and forwards to `port` all commands that are not among `answers`."""
 
     def __init__(self, port: int, answers: Answers) -> None:
+        super().__init__()
         self._port = port
         self._answers = answers
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        self.url = f"redis://127.0.0.1:{self.port}"
         self.commands: list[bytes] = []  # the first word of each that was sent
         self.accepted = 0
-        self._open: set[socket.socket] = set()
-        self._threads: list[threading.Thread] = []
-
-    def __enter__(self) -> OddProxy:
-        self._spawn(self._accept)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        for sock in list(self._open):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(10)
-        self._listener.close()
-
-    def _spawn(self, target: Callable[..., None], *args: object) -> None:
-        thread = threading.Thread(target=target, args=args, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                self.accepted += 1
-                self._open.add(client)
-                self._spawn(self._serve, client)
 
     def _serve(self, client: socket.socket) -> None:
-        with (
-            contextlib.suppress(OSError),
-            client,
-            socket.create_connection(("127.0.0.1", self._port)) as server,
-        ):
-            self._open.add(server)
-            requests = hiredis.Reader()
-            while data := client.recv(1 << 16):
-                requests.feed(data)
-                while isinstance(words := requests.gets(), list):
-                    reply = self._answer(words, server)
-                    if reply is None:
-                        return
-                    client.sendall(reply)
+        self.accepted += 1
+        server = socket.create_connection(("127.0.0.1", self._port))
+        self._socks.append(server)
+        requests = hiredis.Reader()
+        while data := client.recv(1 << 16):
+            requests.feed(data)
+            while isinstance(words := requests.gets(), list):
+                reply = self._answer(words, server)
+                if reply is None:
+                    return
+                client.sendall(reply)
 
     def _answer(self, words: list[bytes], server: socket.socket) -> Reply:
         name = words[0].upper()

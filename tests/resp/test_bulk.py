@@ -49,7 +49,6 @@ from lmcache_redis.tiers import ReadOutcome
 SENT: Request = (b"", bytearray(HEADER_BYTES), memoryview(b""), b"")
 ENDPOINT = Endpoint(Transport.TCP, "test", 1)
 PAYLOAD = 4096
-FIXTURES = [HealthCheck.function_scoped_fixture]
 STORE_ID = bytes(range(16))
 COMMAND = b"*2\r\n$3\r\nGET\r\n$3\r\nkey\r\n"
 

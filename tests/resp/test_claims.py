@@ -42,11 +42,16 @@ HASHES = block_hashes("prompt", 16)
 FORM = ChunkForm.of(ChunkNames(bytes(32)), "test/model", 0, opaque_pages(8 * 64), 64)
 
 
+def _patient(url: str) -> RedisOptions:
+    """Nobody gives up because a busy machine lets the server, or these many threads, wait."""
+    return RedisOptions(url, connect_timeout_s=WAIT_S, op_timeout_s=WAIT_S)
+
+
 class Writer(World):
     """An agent's cache, with the prompt in its pool: bytes of its own, to be told apart."""
 
     def __init__(self, url: str, number: int, stack: ExitStack) -> None:
-        self.plane = RedisPlane(RedisOptions(url))
+        self.plane = RedisPlane(_patient(url))
         self.plane.start()
         stack.callback(self.plane.close, 0.0)
         super().__init__([(self.plane, REDIS)], slots=16 * 8 * 2)
@@ -109,7 +114,7 @@ def loaded(url: str) -> list[tuple[ReadOutcome, set[int]]]:
 
 
 def _plane(url: str, stack: ExitStack) -> RedisPlane:
-    plane = RedisPlane(RedisOptions(url))
+    plane = RedisPlane(_patient(url))
     plane.start()
     stack.callback(plane.close, 0.0)
     assert plane.wait_probed(WAIT_S).up

@@ -3,24 +3,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 
 import pytest
 import redis
+import torch
 from xxhash import xxh3_64_intdigest
 
-from lmcache_redis.chunks.frame import HEADER_BYTES, add_checksums, describe_header
+from lmcache_redis.chunks.frame import (
+    HEADER_BYTES,
+    add_checksums,
+    describe_header,
+    mark_packed,
+    plain_checksum,
+)
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions, RedisPlane
-from lmcache_redis.resp.codecs import Plain, Sealed, StripeIO, codec_of, element_bytes_of
+from lmcache_redis.resp.codecs import Plain, Sealed, StripeIO, codec_of, elements_of, pack
 from lmcache_redis.seal import SealKeys
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.fuzz.packed import elements_with
 from tests.resp.helpers import Answers, Chunk, read, running, write
 from tests.servers import RedisServer
 
-pytestmark = [pytest.mark.servers, pytest.mark.usefixtures("both_ways")]
+BOTH_WAYS = pytest.mark.usefixtures("both_ways")
 
 SLOT = 100_000
 SIZE = 5 * SLOT - 1001
@@ -28,19 +35,17 @@ KEYS = SealKeys([bytes(32)])
 SEALED = pytest.mark.parametrize("keys", [None, KEYS], ids=["plain", "sealed"])
 
 
-@pytest.fixture
-def client(server: RedisServer) -> Iterator[redis.Redis]:
-    with server.client() as client:
-        yield client
+@functools.cache
+def packable(nbytes: int, index: int, spread: int) -> bytes:
+    return elements_with([112 + (n * n + index) % spread for n in range(nbytes // 2)], 2)
 
 
 def numbers(number: int, spread: int = 7) -> Chunk:
     """A chunk of bf16 numbers in so wide a range."""
     chunk = Chunk(number, SIZE, SLOT, seed=number)
     for index, slot in enumerate(chunk.slots):
-        count = len(slot) // 2
-        highs = [112 + (n * n + index) % spread for n in range(count)]
-        slot[: 2 * count] = elements_with(highs, 2)
+        made = packable(len(slot), index, spread)
+        slot[: len(made)] = made
     return chunk
 
 
@@ -48,6 +53,7 @@ def empty(number: int) -> Chunk:
     return Chunk(number, SIZE, SLOT)
 
 
+@BOTH_WAYS
 @SEALED
 def test_all_read_what_some_pack(
     server: RedisServer, client: redis.Redis, keys: SealKeys | None
@@ -78,24 +84,78 @@ def test_all_read_what_some_pack(
         assert (header.stored_bytes, header.element_bytes) == (header.payload_bytes, 0)
 
 
+@BOTH_WAYS
 @SEALED
-@pytest.mark.parametrize("at", [HEADER_BYTES, HEADER_BYTES + 40_000, -1, 177, 184, 300])
-def test_damage_is_a_miss(
-    server: RedisServer, client: redis.Redis, keys: SealKeys | None, at: int
-) -> None:
+def test_damage_is_a_miss(server: RedisServer, client: redis.Redis, keys: SealKeys | None) -> None:
     chunk = numbers(1)
+    key = chunk.stripe_keys()[2]
     with running(server.url, seal_keys=keys, compress="lossless") as plane:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
-        key = chunk.stripe_keys()[2]
-        value = bytearray(client.get(key))
-        value[at] ^= 1
-        client.set(key, bytes(value))
-        assert read(plane, empty(1)) == [ReadOutcome.CORRUPT]
+        for at in (HEADER_BYTES, HEADER_BYTES + 40_000, -1, 177, 184, 300):
+            assert write(plane, chunk) == [WriteOutcome.STORED]
+            value = bytearray(client.get(key))
+            value[at] ^= 1
+            client.set(key, bytes(value))
+            assert read(plane, empty(1)) == [ReadOutcome.CORRUPT], at
         assert write(plane, chunk) == [WriteOutcome.STORED]
         assert read(plane, loaded := empty(1)) == [ReadOutcome.LOADED]
         assert loaded.content == chunk.content
 
 
+@SEALED
+def test_a_packed_value_names_the_payload_that_was_packed(
+    server: RedisServer, client: redis.Redis, keys: SealKeys | None
+) -> None:
+    """Not of a sealed one: its tag is a better checksum, and tells nothing of what it hides."""
+    chunk, noise = numbers(1), Chunk(2, SIZE, SLOT, seed=2)
+    with running(server.url, seal_keys=keys, compress="lossless") as plane:
+        assert write(plane, chunk, noise) == [WriteOutcome.STORED] * 2
+        for each in (chunk, noise):
+            for key, slot in zip(each.stripe_keys(), each.slots, strict=True):
+                said = plain_checksum(client.getrange(key, 0, HEADER_BYTES - 1))
+                is_given = keys is None and each is chunk
+                assert said == (xxh3_64_intdigest(slot) if is_given else 0)
+
+
+def test_other_numbers_than_were_packed_are_a_miss(
+    server: RedisServer, client: redis.Redis
+) -> None:
+    chunk = numbers(1)
+    with running(server.url, compress="lossless") as plane:
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        key, wrong = chunk.stripe_keys()[1:3]
+        header = bytearray(client.get(key)[:HEADER_BYTES])
+        stored = client.get(wrong)[HEADER_BYTES:]
+        header[184:192] = len(stored).to_bytes(8, "little")
+        add_checksums(header, xxh3_64_intdigest(stored))
+        client.set(key, bytes(header) + stored)
+        assert read(plane, empty(1)) == [ReadOutcome.CORRUPT]
+        into = StripeIO.of(empty(1).io(), 1)
+        assert Plain().place(into, bytes(header) + stored) is ReadOutcome.CORRUPT
+        header[192:200] = bytes(8)  # another writer gives none
+        add_checksums(header, xxh3_64_intdigest(stored))
+        client.set(key, bytes(header) + stored)
+        assert Plain().place(into, bytes(header) + stored) == bytes(header[8:24])
+        assert read(plane, empty(1)) == [ReadOutcome.LOADED]
+
+
+def test_a_sealed_reader_checks_what_it_unpacks() -> None:
+    """A writer that gives the checksum, and a wrong one."""
+    chunk, codec = numbers(1), codec_of(KEYS, True)
+    stripe = StripeIO.of(chunk.io(), 1)
+    for checksum in (0, xxh3_64_intdigest(stripe.payload), 1):
+        header = stripe.header(b"s" * 16, 1, True)
+        room = memoryview(bytearray(len(stripe.payload)))
+        element_bytes, used = pack(stripe.payload, (2,), room)
+        mark_packed(header, element_bytes, used, checksum)
+        sealed = KEYS.seal(stripe.key, header, room[:used], memoryview(bytearray(used)))
+        add_checksums(header, xxh3_64_intdigest(sealed))
+        into = StripeIO.of(empty(1).io(), 1)
+        found = codec.place(into, bytes(header) + bytes(sealed))
+        assert found == (ReadOutcome.CORRUPT if checksum == 1 else b"s" * 16)
+        assert checksum == 1 or into.payload == stripe.payload
+
+
+@BOTH_WAYS
 @pytest.mark.parametrize("stored", [b"\xff" * 9000, bytes(50_000)])
 def test_no_packed_form_is_a_miss(server: RedisServer, client: redis.Redis, stored: bytes) -> None:
     """Somebody has stored it so, with the right checksums."""
@@ -141,34 +201,58 @@ def test_a_value_that_was_received_apart(keys: SealKeys | None) -> None:
     assert reader.place(into, None) is ReadOutcome.INCOMPLETE
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
-    ("dtypes", "fmt", "nbytes"),
+    ("dtypes", "fmt", "sizes"),
     [
-        (["bfloat16"], MemoryFormat.PAGES, 2),
-        (["float16", "bfloat16"], MemoryFormat.KV_2LTD, 2),
-        (["float32"], MemoryFormat.PAGES, 4),
-        (["float8_e4m3fn"], MemoryFormat.PAGES, 1),
-        (["uint8"], MemoryFormat.PAGES, 2),
-        (["int8"], MemoryFormat.PAGES, 0),
-        (["float64"], MemoryFormat.PAGES, 0),
-        (["bfloat16", "float32"], MemoryFormat.PAGES, 0),
-        (["bfloat16"], MemoryFormat.BINARY, 0),
-        ([], MemoryFormat.BINARY_BUFFER, 0),
+        (["bfloat16"], MemoryFormat.PAGES, (2,)),
+        (["float16", "bfloat16"], MemoryFormat.KV_2LTD, (2,)),
+        (["float32"], MemoryFormat.PAGES, (4,)),
+        (["float8_e4m3fn"], MemoryFormat.PAGES, (1,)),
+        (["uint8"], MemoryFormat.PAGES, (1, 2)),
+        (["uint8", "bfloat16"], MemoryFormat.PAGES, (2,)),
+        (["int8"], MemoryFormat.PAGES, ()),
+        (["float64"], MemoryFormat.PAGES, ()),
+        (["bfloat16", "float32"], MemoryFormat.PAGES, ()),
+        (["uint8", "int8"], MemoryFormat.PAGES, ()),
+        (["bfloat16"], MemoryFormat.BINARY, ()),
+        ([], MemoryFormat.BINARY_BUFFER, ()),
     ],
 )
-def test_what_is_tried(dtypes: list[str], fmt: MemoryFormat, nbytes: int) -> None:
+def test_what_is_tried(dtypes: list[str], fmt: MemoryFormat, sizes: tuple[int, ...]) -> None:
     metadata = RemoteMetadata(64, [()] * len(dtypes), dtypes, fmt)
-    assert element_bytes_of(metadata.serialize()) == nbytes
+    assert elements_of(metadata.serialize()) == sizes
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize(
+    ("dtype", "nbytes", "most"),
+    [
+        (torch.float8_e4m3fn, 1, 0.93),
+        (torch.float8_e5m2, 1, 0.81),
+        (torch.bfloat16, 2, 0.74),
+        (torch.float16, 2, 0.92),
+    ],
+)
+def test_pages_of_bytes_are_packed_as_what_they_are(
+    dtype: torch.dtype, nbytes: int, most: float
+) -> None:
+    """vLLM's pages of fp8 are tensors of bytes."""
+    values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(1))
+    payload = values.to(dtype).view(torch.uint8).numpy().tobytes()
+    element_bytes, used = pack(payload, (1, 2), memoryview(bytearray(len(payload))))
+    assert element_bytes == nbytes
+    assert used < most * len(payload)
+    noise = Chunk(1, SLOT, SLOT, seed=1).content
+    assert pack(noise, (1, 2), memoryview(bytearray(len(noise)))) == (0, 0)
+
+
 def test_what_is_off_takes_no_memory_and_no_turns() -> None:
     assert Plain().together > 4 == Plain(True).together == Sealed(KEYS).together
     with pytest.raises(ConfigError, match="choose one of off, lossless"):
         RedisOptions("redis://h", compress="zstd")
 
 
+@BOTH_WAYS
 def test_a_plane_that_only_reads(server: RedisServer) -> None:
     def loads(plane: RedisPlane) -> None:
         assert read(plane, loaded := empty(1)) == [ReadOutcome.LOADED]
@@ -176,7 +260,7 @@ def test_a_plane_that_only_reads(server: RedisServer) -> None:
 
     with running(server.url, compress="lossless") as plane:
         assert write(plane, numbers(1)) == [WriteOutcome.STORED]
-    with running(server.url, get_connections=1) as plane:
+    with running(server.url, connections=1) as plane:
         loads(plane)
     with running(server.url, verify_checksums=False) as plane:
         loads(plane)

@@ -25,7 +25,6 @@ from lmcache_redis.resp.net.connection import Connector
 from lmcache_redis.resp.net.wire import PING_COMMAND
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
-from tests.resp.certificates import Authority
 from tests.resp.helpers import Chunk, open_streams, read, running, wait_until, write
 from tests.resp.odd import ENVOY, TWEMPROXY, Answers, OddProxy
 from tests.resp.trickling import LyingServer
@@ -303,7 +302,7 @@ def test_tls_is_for_sentinels_and_servers_or_for_neither(own_server: RedisServer
     url = f"rediss+sentinel://127.0.0.1:{own_server.port}/name"
     found = parse_deployment(RedisOptions(url))
     for endpoint in (*found.seeds, found.at("127.0.0.1", own_server.port)):
-        assert both in str(refused(Connector(endpoint, 5.0, 5.0)))
+        assert both in str(refused(Connector(endpoint, 0.5, 0.5)))
     with LyingServer(lambda words: b"\x15\x03\x01") as server:
         plain = parse_deployment(RedisOptions("redis+sentinel://h/name")).at(
             "127.0.0.1", server.port
@@ -312,14 +311,6 @@ def test_tls_is_for_sentinels_and_servers_or_for_neither(own_server: RedisServer
 
 
 # -------------------------------------------------------------------- TLS
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ca.pem, and server.key and server.pem for "localhost" signed by it."""
-    authority = Authority(tmp_path_factory.mktemp("tls"))
-    authority.issue("server", "localhost")
-    return authority.directory
 
 
 @pytest.fixture

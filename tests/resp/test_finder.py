@@ -61,7 +61,7 @@ def test_whole_maps_are_fetched_once_a_second_while_slots_move() -> None:
         thread = threading.Thread(target=hint)
         thread.start()
         try:
-            wait_until(lambda: len(times) > 4)
+            wait_until(lambda: len(times) > 3)
         finally:
             hinting.set()
             thread.join()

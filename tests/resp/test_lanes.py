@@ -27,12 +27,13 @@ from tests.resp.helpers import (
 from tests.resp.proxy import Proxy, Stall
 from tests.servers import RedisServer
 
-pytestmark = pytest.mark.usefixtures("both_ways")
+BOTH_WAYS = pytest.mark.usefixtures("both_ways")
 
 SLOT = 4096
 NOT_STORED = {WriteOutcome.UNAVAILABLE, WriteOutcome.TIMED_OUT}
 
 
+@BOTH_WAYS
 def test_what_waits_on_other_connections_is_answered_in_time(
     proxy: Proxy, server: RedisServer
 ) -> None:
@@ -57,6 +58,7 @@ def test_what_waits_on_other_connections_is_answered_in_time(
         wait_until(lambda: plane.stats().connections_lost == lost + 3)
 
 
+@BOTH_WAYS
 def test_a_close_answers_what_every_connection_has_in_flight(proxy: Proxy) -> None:
     with running(proxy.url, op_timeout_s=30.0) as plane:
         chunks = [Chunk(n, SLOT, SLOT, seed=n) for n in range(3)]
@@ -69,6 +71,7 @@ def test_a_close_answers_what_every_connection_has_in_flight(proxy: Proxy) -> No
         assert answers.wait(3) == [ReadOutcome.CANCELLED] * 3
 
 
+@BOTH_WAYS
 def test_stripes_that_nobody_waits_for_cost_no_connection(server: RedisServer) -> None:
     """Stripe 0 is gone: its chunk is answered while the others are on their way."""
     with running(server.url) as plane:
@@ -106,11 +109,12 @@ def test_fewer_connections_than_wanted_then_all(own_server: RedisServer) -> None
         )
 
 
-@pytest.mark.parametrize("which", range(4))
+@BOTH_WAYS
+@pytest.mark.parametrize("which", [0, 3])
 def test_one_set_connection_lost_makes_no_half_chunk(own_server: RedisServer, which: int) -> None:
     """Each of them in turn, in the middle of a store: what is visible is whole."""
     chunks = [Chunk(n, 64 * SLOT, SLOT, seed=n) for n in range(8)]
-    with running(own_server.url, set_connections=4) as plane:
+    with running(own_server.url, connections=4) as plane:
         assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
         with own_server.client() as client:
             ids = [
@@ -137,6 +141,7 @@ def test_one_set_connection_lost_makes_no_half_chunk(own_server: RedisServer, wh
         assert sum("set" in name for name in our_connections(own_server)) == 4
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("role", ["get", "set"])
 def test_one_connection_that_died_at_rest_costs_nothing(own_server: RedisServer, role: str) -> None:
     """Servers close what is idle for long (`timeout`), one connection sooner than the other."""
@@ -178,6 +183,7 @@ def test_connections_that_die_while_more_are_opened(
     assert "internal error" not in caplog.text
 
 
+@BOTH_WAYS
 def test_more_threads_share_the_connections(server: RedisServer) -> None:
     chunks = [Chunk(n, 9 * SLOT, SLOT, seed=n) for n in range(20)]
     wanted = [chunk.content for chunk in chunks]

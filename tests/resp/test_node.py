@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from lmcache_redis.resp import RedisOptions, RedisPlane, finder
 from lmcache_redis.resp.finder import ServerFinder
-from lmcache_redis.resp.jobs import Jobs, LoopThread
+from lmcache_redis.resp.jobs import Jobs
 from lmcache_redis.resp.maps import SLOTS, ServerMap
 from lmcache_redis.resp.node import DataNodes
 from lmcache_redis.resp.options import Topology, parse_deployment
@@ -22,6 +23,7 @@ from lmcache_redis.resp.routes import slot_of
 from lmcache_redis.resp.sources import Doubt
 from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
+    SLOW_S,
     Chunk,
     chunk_key,
     exists,
@@ -133,22 +135,6 @@ def test_invented_addresses_get_neither_threads_nor_the_password(kind: bytes) ->
         assert other.commands == []
         assert plane.state.up
         assert any(SECRET.encode() in words for words in server.commands)
-
-
-def test_waits_for_a_map_that_never_comes_are_forgotten() -> None:
-    maps = itertools.count()
-
-    def answer(words: list[bytes]) -> Answer:
-        if words[0] == b"CLUSTER":
-            return slots_of(server.port) if next(maps) < 4 else b"-ERR not now\r\n"
-        return b"-MOVED 1 127.0.0.1:1\r\n" if words[0] == b"EXISTS" else None
-
-    server = LyingServer(answer)
-    with server, running(cluster_url(server), op_timeout_s=0.2) as plane:
-        for number in range(5):
-            keys = [chunk_key(number), chunk_key(number + 1)]
-            assert exists(plane, keys).outcome is CallOutcome.UNAVAILABLE
-        assert plane._nodes._waits == {}
 
 
 def test_a_redirection_waits_for_the_map_that_names_the_server() -> None:
@@ -320,14 +306,18 @@ def test_servers_that_nobody_has_seen_get_few_threads() -> None:
             )
         )
         ports = [*range(10_000, 10_900)]
-        with running(cluster_url(first)) as plane:
-            wait_until(lambda: len(plane._nodes.routes.nodes) == 901)
-            assert len(plane_threads()) == 34
-            ports[:] = [server.port for server in real]
-            plane._nodes.watcher.hint(Doubt.BROKEN)
-            wait_until(lambda: plane.state.probed and not plane.state.reason)
-            assert len(plane._nodes.routes.nodes) == 41
-            assert all(server.commands for server in real)
+        plane = RedisPlane(RedisOptions(cluster_url(first), connect_timeout_s=SLOW_S))
+        plane.start()
+        stack.callback(plane.close, 1.0)
+        wait_until(lambda: len(plane._nodes.routes.nodes) == 901)
+        wait_until(lambda: len(plane_threads()) >= 34)
+        time.sleep(0.3)  # more would start at once
+        assert len(plane_threads()) == 34
+        ports[:] = [server.port for server in real]
+        plane._nodes.watcher.hint(Doubt.BROKEN)
+        wait_until(lambda: plane.state.probed and not plane.state.reason)
+        assert len(plane._nodes.routes.nodes) == 41
+        assert all(server.commands for server in real)
 
 
 def test_a_name_that_could_not_be_looked_up_is_looked_up_again(
@@ -376,13 +366,6 @@ def test_no_thread_of_a_plane_ends_by_an_exception(
         assert caplog.text.count("internal error in a Redis plane thread") == 4
 
 
-def test_loop_threads_are_all_threads_of_a_plane() -> None:
-    with shard() as server, running(cluster_url(server)):
-        ours = [each for each in threading.enumerate() if each.name.startswith("lmcr-")]
-        assert ours
-        assert not [thread.name for thread in ours if not isinstance(thread, LoopThread)]
-
-
 # --------------------------------------------------------- a primary that moves
 
 
@@ -406,7 +389,8 @@ def test_a_primary_that_moves_behind_its_name(
         assert write(plane, chunk) == [WriteOutcome.STORED]
         assert read(plane, chunk) == [ReadOutcome.LOADED]
         own_server.command("REPLICAOF", "127.0.0.1", str(server.port))
-        assert write(plane, chunk) == [WriteOutcome.REJECTED]
+        # It may close some of the connections without an answer, in the beginning.
+        wait_until(lambda: write(plane, chunk) == [WriteOutcome.REJECTED])
         primary[0] = server.port
         # The questions that find their connection outdated are answered by the next one.
         for _ in range(20):

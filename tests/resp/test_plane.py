@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,14 +24,15 @@ from tests.resp.helpers import (
     wait_until,
     write,
 )
-from tests.resp.proxy import Proxy, Stall
+from tests.resp.proxy import Proxy
 from tests.servers import RedisServer, free_port
 
-pytestmark = pytest.mark.usefixtures("both_ways")
+BOTH_WAYS = pytest.mark.usefixtures("both_ways")
 
 SLOT = 4096
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
 def test_round_trips_of_all_sizes(server: RedisServer, transport: str) -> None:
     sizes = [1, 63, 64, 65, 4095, 4096, 4097, 8192, 12_345, 100_000, 1_000_003]
@@ -48,6 +48,7 @@ def test_round_trips_of_all_sizes(server: RedisServer, transport: str) -> None:
             server.command("FLUSHALL")
 
 
+@BOTH_WAYS
 def test_values_are_what_the_format_says(plane: RedisPlane, server: RedisServer) -> None:
     chunk = Chunk(1, 10_000, SLOT, seed=1)
     before_ms = int(time.time() * 1000)
@@ -69,27 +70,6 @@ def test_values_are_what_the_format_says(plane: RedisPlane, server: RedisServer)
     with server.client() as client:
         again = describe_header(client.get(chunk.stripe_keys()[0])[:HEADER_BYTES])
     assert again.store_id not in store_ids
-
-
-@pytest.mark.parametrize(("gets", "sets", "threads"), [(1, 1, 1), (4, 3, 2), (2, 9, 4)])
-def test_any_number_of_connections(server: RedisServer, gets: int, sets: int, threads: int) -> None:
-    settings = {
-        "get_connections": gets,
-        "set_connections": sets,
-        "network_threads": threads,
-    }
-    with running(server.url, **settings) as plane:
-        stored = [Chunk(n, 50_000 + n, SLOT, seed=n) for n in range(20)]
-        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
-        loaded = [Chunk(n, 50_000 + n, SLOT) for n in range(20)]
-        assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
-        assert [c.content for c in stored] == [c.content for c in loaded]
-
-
-def test_a_chunk_that_is_not_there(plane: RedisPlane) -> None:
-    chunk = Chunk(1, 10_000, SLOT)
-    assert read(plane, chunk) == [ReadOutcome.MISSING]
-    assert plane.stats().reads[ReadOutcome.MISSING] == 1
 
 
 def test_stats_count_what_happened(plane: RedisPlane) -> None:
@@ -131,9 +111,10 @@ def test_a_chunk_moves_once_at_a_time(own_server: RedisServer) -> None:
 # ------------------------------------------------------- stripe 0 comes last
 
 
+@BOTH_WAYS
 def test_stripe_0_waits_for_all_others(proxy: Proxy, server: RedisServer) -> None:
     one, two = Chunk(1, 5 * SLOT, SLOT, seed=1), Chunk(2, 4 * SLOT, SLOT, seed=2)
-    with running(proxy.url, set_connections=3) as plane:
+    with running(proxy.url, connections=3) as plane:
         # All three connections are open before their replies are held back.
         assert write(plane, Chunk(0, 8 * SLOT, SLOT)) == [WriteOutcome.STORED]
         server.command("FLUSHALL")
@@ -160,25 +141,6 @@ def test_stripe_0_waits_for_all_others(proxy: Proxy, server: RedisServer) -> Non
         assert last.index((two.key, 3)) < last.index((two.key, 0))
 
 
-def test_stripe_0_is_last_in_the_order_of_the_server(server: RedisServer) -> None:
-    chunks = [Chunk(n, (n % 4 + 1) * 64, 64, seed=n) for n in range(12)]
-    total = sum(chunk.stripe_count for chunk in chunks)
-    with server.client() as client, client.monitor() as monitor:
-        with running(server.url, set_connections=3) as plane:
-            assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
-        seen: list[tuple[int, int]] = []
-        while len(seen) < total:
-            line = monitor.connection.read_response()
-            _, _, rest = line.partition(b'"SET" "')
-            if rest:
-                key = rest.partition(b'" "LMCR')[0].decode("unicode_escape").encode("latin-1")
-                seen.append((int(key[-67:-3], 16), int.from_bytes(key[-2:], "big")))
-    for chunk in chunks:
-        order = [index for number, index in seen if number == chunk.number]
-        assert order[-1] == 0
-        assert sorted(order) == list(range(chunk.stripe_count))
-
-
 # ----------------------------------------------------------------- the ends
 
 
@@ -195,6 +157,7 @@ def test_a_plane_starts_without_a_server(tmp_path: Path) -> None:
         assert clear(plane, b"lmcr2:")[:2] == (CallOutcome.UNAVAILABLE, 0)
 
 
+@BOTH_WAYS
 def test_close_finishes_writes_and_cancels_the_rest(server: RedisServer) -> None:
     plane = RedisPlane(RedisOptions(server.url))
     plane.start()
@@ -218,6 +181,7 @@ def test_close_finishes_writes_and_cancels_the_rest(server: RedisServer) -> None
         plane.load_all((Chunk(1, 100, SLOT).io(),), loaded)
 
 
+@BOTH_WAYS
 def test_close_does_not_wait_for_a_server_that_is_stopped(own_server: RedisServer) -> None:
     plane = RedisPlane(RedisOptions(own_server.url, op_timeout_s=60.0, connect_timeout_s=60.0))
     plane.start()
@@ -234,30 +198,6 @@ def test_close_does_not_wait_for_a_server_that_is_stopped(own_server: RedisServe
     own_server.cont()
 
 
-def test_cancel_ends_queued_reads_and_leaves_others_alone(proxy: Proxy) -> None:
-    with running(proxy.url, get_connections=1) as plane:
-        chunks = [Chunk(n, 3 * SLOT, SLOT, seed=n) for n in range(3)]
-        write(plane, *chunks)
-        wait_until(lambda: not plane._jobs.transfers)
-        proxy.for_gets.append(Stall(100))
-        answers = Answers()
-        ios = [chunk.io() for chunk in chunks]
-        for io in ios:
-            plane.load_all((io,), answers)
-        wait_until(lambda: proxy.gets == 1)
-        plane.cancel(ios[1])
-        assert answers.wait(1) == [ReadOutcome.CANCELLED]
-        # The first is held by a socket: its answer waits for that.
-        plane.cancel(ios[0])
-        wait_until(lambda: plane._jobs.transfers[ios[0]].outcome)
-        assert len(answers) == 1
-        proxy.cut_all()
-        outcomes = answers.wait(3)
-        assert outcomes[1] is ReadOutcome.CANCELLED
-        assert outcomes[2] in (ReadOutcome.LOADED, ReadOutcome.UNAVAILABLE)
-        plane.cancel(ios[2])
-
-
 def test_use_before_start_and_twice(server: RedisServer) -> None:
     plane = RedisPlane(RedisOptions(server.url))
     with pytest.raises(RuntimeError):
@@ -267,19 +207,3 @@ def test_use_before_start_and_twice(server: RedisServer) -> None:
     with pytest.raises(RuntimeError):
         plane.start()
     assert plane.close(1)
-
-
-def test_callbacks_come_in_chunk_order_when_all_is_well(plane: RedisPlane) -> None:
-    chunks = [Chunk(n, 100, SLOT, seed=n) for n in range(50)]
-    order: list[int] = []
-    answers = Answers()
-
-    def done(io: ChunkIO, outcome: WriteOutcome) -> None:
-        assert isinstance(io.tag, Chunk)
-        order.append(io.tag.number)
-        answers(io, outcome)
-
-    for chunk in chunks:
-        plane.store_all((chunk.io(),), done)
-    answers.wait(50)
-    assert all(a < b for a, b in pairwise(order))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import tracemalloc
 from pathlib import Path
 
@@ -28,8 +27,8 @@ SLOT = (1 << 20) - 4096
 
 
 def test_no_payload_is_copied(server: RedisServer) -> None:
-    """A gigabyte moves; Python allocates less than a stripe the whole time."""
-    chunks = [Chunk(n, 32 << 20, SLOT, seed=n) for n in range(2)]
+    """Python allocates less than a stripe while 256 MiB move."""
+    chunks = [Chunk(n, 16 << 20, SLOT, seed=n) for n in range(2)]
     wanted = [chunk.content for chunk in chunks]
     with running(server.url) as plane:
         write(plane, *chunks)
@@ -39,14 +38,14 @@ def test_no_payload_is_copied(server: RedisServer) -> None:
         try:
             tracemalloc.reset_peak()
             before, _ = tracemalloc.get_traced_memory()
-            for _ in range(8):
+            for _ in range(4):
                 assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
                 assert set(read(plane, *chunks)) == {ReadOutcome.LOADED}
                 moved += 2 * sum(chunk.frame.chunk_bytes for chunk in chunks)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-    assert moved >= 1 << 30
+    assert moved >= 1 << 28
     assert peak - before < SLOT // 2, f"{peak - before} bytes allocated while moving {moved}"
     assert [chunk.content for chunk in chunks] == wanted
 
@@ -70,48 +69,24 @@ def test_nothing_piles_up_while_a_server_comes_and_goes(own_server: RedisServer)
 def test_answered_jobs_hold_no_slots(tmp_path: Path) -> None:
     """An arena can only be unmapped when no view of it is left anywhere."""
     with RedisServer(tmp_path) as server, running(server.url) as plane:
-        backing = bytearray(3 * 4096)
-        chunk = Chunk(1, 3 * 4096, 4096, seed=1)
-        view = memoryview(backing)
-        chunk.slots = [view[at : at + 4096] for at in range(0, len(backing), 4096)]
-        assert write(plane, chunk) == [WriteOutcome.STORED]
-        server.stop()
-        assert read(plane, chunk, within_s=0.05) == [ReadOutcome.TIMED_OUT]
-        server.cont()
-        wait_until(lambda: plane.state.up)
-        assert read(plane, chunk) == [ReadOutcome.LOADED]
-        for slot in chunk.slots:
-            slot.release()
-        chunk.slots = []
-        view.release()
-        # Raises BufferError where a view is still held.
-        backing.clear()
-
-
-def test_answered_bundles_hold_no_slots(own_server: RedisServer) -> None:
-    with running(own_server.url) as plane:
-        backing = bytearray(40 * 4096)
-        chunks = [Chunk(number, 4096, 4096, seed=number) for number in range(40)]
+        # Some of several stripes, and many of one, which move together.
+        sizes = [3 * 4096] * 2 + [4096] * 40
+        chunks = [Chunk(number, size, 4096, seed=number) for number, size in enumerate(sizes)]
+        backing = bytearray(sum(sizes))
+        rest = view = memoryview(backing)
+        for chunk in chunks:
+            chunk.slots = [rest[at : at + 4096] for at in range(0, chunk.frame.chunk_bytes, 4096)]
+            rest = rest[chunk.frame.chunk_bytes :]
         assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
-        view = memoryview(backing)
-        for number, chunk in enumerate(chunks):
-            chunk.slots = [view[number * 4096 :][:4096]]
-        own_server.stop()
+        server.stop()
         assert set(read(plane, *chunks, within_s=0.05)) == {ReadOutcome.TIMED_OUT}
-        own_server.cont()
+        server.cont()
         wait_until(lambda: plane.state.up)
         assert set(read(plane, *chunks)) == {ReadOutcome.LOADED}
         for chunk in chunks:
-            chunk.slots[0].release()
+            for slot in chunk.slots:
+                slot.release()
+        rest.release()
         view.release()
         # Raises BufferError where a view is still held.
         backing.clear()
-
-
-def test_descriptors_come_back(server: RedisServer) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        with running(server.url) as plane:
-            assert read(plane, Chunk(1, 100, 4096)) == [ReadOutcome.MISSING]
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert plane_threads() == []

@@ -89,13 +89,9 @@ def test_wrong_password(tmp_path: Path, binary: str) -> None:
     "survives",
     [
         test_connect.test_a_user_with_few_rights_is_enough,
-        test_faults.test_killed_in_the_middle_of_loads,
-        test_faults.test_killed_in_the_middle_of_stores,
-        test_faults.test_stopped_past_the_deadline_then_continued,
         test_faults.test_too_few_connections,
         test_faults.test_full_without_eviction,
         test_faults.test_full_while_replacing_delivers_no_mixture,
-        test_faults.test_single_stripes_evicted,
         test_faults.test_a_server_busy_with_a_script,
         test_faults.test_a_read_only_replica_rejects_writes,
         test_survival.test_a_server_that_loads_its_data,

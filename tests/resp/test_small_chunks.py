@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from lmcache_redis.resp import RedisPlane
-from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, WriteOutcome
+from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     PATIENCE_S,
     Answers,
@@ -23,11 +23,11 @@ from tests.resp.helpers import (
     wait_until,
     write,
 )
-from tests.resp.proxy import Cut, Forge, Proxy, Stall
+from tests.resp.proxy import Cut, Proxy
 from tests.resp.scissors import Scissors
 from tests.servers import RedisServer
 
-pytestmark = pytest.mark.usefixtures("both_ways")
+BOTH_WAYS = pytest.mark.usefixtures("both_ways")
 
 SIZE = 4096
 COUNT = 100
@@ -49,6 +49,7 @@ def stopped(server: RedisServer) -> Iterator[None]:
 # ---------------------------------------------------------- through a server
 
 
+@BOTH_WAYS
 def test_many_small_chunks_come_and_go_together(plane: RedisPlane) -> None:
     stored, loaded = some(filled=True), some()
     assert set(write(plane, *stored)) == {WriteOutcome.STORED}
@@ -60,6 +61,7 @@ def test_many_small_chunks_come_and_go_together(plane: RedisPlane) -> None:
     assert stats.bytes_in == stats.bytes_out == COUNT * SIZE
 
 
+@BOTH_WAYS
 def test_each_is_judged_for_itself(plane: RedisPlane, server: RedisServer) -> None:
     stored = some(12, filled=True)
     assert set(write(plane, *stored)) == {WriteOutcome.STORED}
@@ -90,17 +92,7 @@ def test_each_is_judged_for_itself(plane: RedisPlane, server: RedisServer) -> No
     assert scan(plane, [chunk_key(n) for n in range(2, 12)]) == (CallOutcome.DONE, 10)
 
 
-def test_a_server_that_is_full_refuses_one_by_one(own_server: RedisServer) -> None:
-    with running(own_server.url) as plane:
-        own_server.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
-        own_server.command("CONFIG", "SET", "maxmemory", str(8 << 20))
-        outcomes = write(plane, *[Chunk(n, 1 << 19, 1 << 19, seed=n) for n in range(24)])
-        assert set(outcomes) == {WriteOutcome.STORED, WriteOutcome.FULL}
-        for number, outcome in enumerate(outcomes):
-            is_there = int(outcome is WriteOutcome.STORED)
-            assert scan(plane, [chunk_key(number)]) == (CallOutcome.DONE, is_there)
-
-
+@BOTH_WAYS
 @pytest.mark.parametrize("late", ["read", "write"])
 def test_all_are_late_together_and_slots_are_left_alone(own_server: RedisServer, late: str) -> None:
     with running(own_server.url, op_timeout_s=30.0) as plane:
@@ -132,6 +124,7 @@ def test_all_are_late_together_and_slots_are_left_alone(own_server: RedisServer,
                     assert outcome is ReadOutcome.MISSING
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_one_is_cancelled_and_the_others_come(own_server: RedisServer, kind: str) -> None:
     with running(own_server.url, op_timeout_s=30.0) as plane:
@@ -155,19 +148,9 @@ def test_one_is_cancelled_and_the_others_come(own_server: RedisServer, kind: str
         assert set(read(plane, *some(40)[1:-1])) == {ReadOutcome.LOADED}
 
 
-def test_closing_answers_all(server: RedisServer) -> None:
-    answers = Answers()
-    with Proxy(server.port) as proxy:
-        with running(proxy.url) as plane:
-            assert set(write(plane, *some(64, filled=True))) == {WriteOutcome.STORED}
-            proxy.for_gets.extend([Stall(0)] * 64)
-            plane.load_all([chunk.io() for chunk in some(64)], answers)
-            wait_until(lambda: proxy.gets >= 1)
-        assert set(answers.wait(64)) == {ReadOutcome.CANCELLED}
-
-
+@BOTH_WAYS
 def test_a_lost_connection_costs_what_was_under_way(server: RedisServer) -> None:
-    with Proxy(server.port) as proxy, running(proxy.url, get_connections=2) as plane:
+    with Proxy(server.port) as proxy, running(proxy.url, connections=2) as plane:
         stored, loaded = some(32, filled=True), some(32)
         assert set(write(plane, *stored)) == {WriteOutcome.STORED}
         assert set(read(plane, *some(32))) == {ReadOutcome.LOADED}
@@ -178,16 +161,6 @@ def test_a_lost_connection_costs_what_was_under_way(server: RedisServer) -> None
             assert outcome is not ReadOutcome.LOADED or one.content == other.content
 
 
-def test_a_reply_that_is_none_costs_one(server: RedisServer) -> None:
-    with Proxy(server.port) as proxy, running(proxy.url) as plane:
-        assert set(write(plane, *some(32, filled=True))) == {WriteOutcome.STORED}
-        proxy.for_gets.extend([None] * 5 + [Forge(b"$-1\r\n"), None, Forge(b"-LOADED up\r\n")])
-        outcomes = read(plane, *some(32))
-        assert outcomes.count(ReadOutcome.MISSING) == 1
-        assert outcomes.count(ReadOutcome.UNAVAILABLE) == 1
-        assert outcomes.count(ReadOutcome.LOADED) == 30
-
-
 @pytest.mark.parametrize("reply", [b"-NOPERM not this one\r\n", b":1\r\n"])
 def test_a_refused_store_is_one_chunk(own_server: RedisServer, reply: bytes) -> None:
     with Scissors(own_server.port) as scissors, running(scissors.url) as plane:
@@ -196,41 +169,3 @@ def test_a_refused_store_is_one_chunk(own_server: RedisServer, reply: bytes) -> 
         outcomes = write(plane, *some(40, filled=True, first=10))
         assert outcomes.count(WriteOutcome.STORED) >= 30
         assert set(outcomes) > {WriteOutcome.STORED}
-
-
-def test_a_server_that_dies_answers_for_all(own_server: RedisServer) -> None:
-    with running(own_server.url) as plane:
-        stored = some(filled=True)
-        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
-        answers = Answers()
-        ios = [chunk.io() for chunk in some()]
-        own_server.stop()
-        plane.load_all(ios, answers)
-        own_server.kill()
-        assert set(answers.of(ios)) <= {
-            ReadOutcome.LOADED,
-            ReadOutcome.UNAVAILABLE,
-            ReadOutcome.TIMED_OUT,
-        }
-        own_server.start()
-        wait_until(lambda: plane.state.up)
-        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
-        assert set(read(plane, *some())) == {ReadOutcome.LOADED}
-
-
-def test_a_callback_that_fails_costs_nobody(
-    plane: RedisPlane, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert set(write(plane, *some(10, filled=True))) == {WriteOutcome.STORED}
-    answers = Answers()
-    ios = [chunk.io() for chunk in some(10)]
-
-    def done(io: ChunkIO, outcome: ReadOutcome) -> None:
-        answers(io, outcome)
-        raise ValueError("a bug of the caller")
-
-    plane.load_all(ios, done)
-    assert set(answers.of(ios)) == {ReadOutcome.LOADED}
-    wait_until(lambda: len(caplog.records) == 10)
-    assert "a bug of the caller" in caplog.text
-    assert set(read(plane, *some(10))) == {ReadOutcome.LOADED}

@@ -11,7 +11,7 @@ import pytest
 
 from tests.resp.soak import GROUNDS, soak
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.long]
 
 
 @pytest.mark.parametrize("name", sorted(GROUNDS))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -24,11 +23,10 @@ from tests.resp.helpers import (
     wait_until,
     write,
 )
-from tests.resp.proxy import Forge, Proxy
 from tests.resp.scissors import Scissors
 from tests.servers import RedisServer
 
-pytestmark = pytest.mark.usefixtures("both_ways")
+BOTH_WAYS = pytest.mark.usefixtures("both_ways")
 
 SLOT = 256
 SIZE = 2 * SLOT
@@ -63,9 +61,10 @@ def settled(plane: RedisPlane, number: int) -> None:
     assert read(plane, Chunk(number, SIZE, SLOT)) == [ReadOutcome.LOADED]
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("role", ROLES)
 def test_a_reply_cut_after_every_byte(server: RedisServer, role: str) -> None:
-    settings = {"get_connections": 1, "probe_interval_s": 0.01}
+    settings = {"connections": 1, "probe_interval_s": 0.01}
     with Scissors(server.port) as scissors, running(scissors.url, **settings) as plane:
         settled(plane, 1)
         for after_bytes in range(ROLES[role]):
@@ -77,23 +76,15 @@ def test_a_reply_cut_after_every_byte(server: RedisServer, role: str) -> None:
         assert server.command("EXISTS", *Chunk(1, SIZE, SLOT).stripe_keys()) == 2
 
 
-GARBAGE = [
-    b"HTTP/1.1 502 Bad Gateway\r\n\r\n",
-    b"\x16\x03\x01\x02\x00\x01\x00",
-    b"\0" * 3000,
-    b"$-7\r\n",
-    b"*99999999\r\n",
-    b":99999999999999999999\r\n",
-    b"+OK\r\n+OK\r\n+OK\r\n+OK\r\n",
-    b"*1\r\n*1\r\n*1\r\n:1\r\n",
-    b"-\xff\xfe\r\n",
-]
+# `test_bulk` and `test_trickling` have more.
+GARBAGE = [b"HTTP/1.1 502 Bad Gateway\r\n\r\n", b"\0" * 3000, b"+OK\r\n+OK\r\n+OK\r\n+OK\r\n"]
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("reply", GARBAGE, ids=range(len(GARBAGE)))
 def test_garbage_on_any_connection(server: RedisServer, role: str, reply: bytes) -> None:
-    settings = {"get_connections": 1, "probe_interval_s": 0.01, "op_timeout_s": 0.3}
+    settings = {"connections": 1, "probe_interval_s": 0.01, "op_timeout_s": 0.3}
     with Scissors(server.port) as scissors, running(scissors.url, **settings) as plane:
         settled(plane, 1)
         scissors.replace(role, reply)
@@ -161,58 +152,32 @@ def cut(server: RedisServer) -> Callable[[], object]:
     return lambda: None
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("fault", [killed, stopped, cut], ids=lambda fault: fault.__name__)
-def test_full_speed_again_after_its_return(
-    own_server: RedisServer,
-    fault: Callable[[RedisServer], Callable[[], object]],
-    record_property: Callable[[str, object], None],
+def test_everything_works_again_after_its_return(
+    own_server: RedisServer, fault: Callable[[RedisServer], Callable[[], object]]
 ) -> None:
-    """Every connection is back, one of each, and as fast as before. The bounds find hangs."""
+    """Every connection is back, one of each."""
     chunks = [Chunk(n, 4 << 20, (256 << 10) - 4096, seed=n) for n in range(2)]
     wanted = [chunk.content for chunk in chunks]
 
-    def move(plane: RedisPlane) -> float:
-        started = time.monotonic()
+    def move(plane: RedisPlane) -> list[str]:
         assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
         assert scan(plane, [chunk_key(0), chunk_key(1)]) == (CallOutcome.DONE, 2)
         assert set(read(plane, *chunks)) == {ReadOutcome.LOADED}
-        return time.monotonic() - started
+        return our_connections(own_server)
 
     # A machine that is busy may be slow; a fault is noticed by other means than the time-out.
     patient = {"op_timeout_s": PATIENCE_S, "connect_timeout_s": PATIENCE_S, "heartbeat_s": 0.2}
     with running(own_server.url, **patient) as plane:
-        move(plane)
-        before_s = move(plane)
-        wait_until(lambda: len(our_connections(own_server)) == CONNECTIONS)
+        wait_until(lambda: len(move(plane)) == CONNECTIONS)
         connections = our_connections(own_server)
         bring_back = fault(own_server)
         outcomes = read(plane, Chunk(0, 100, 64), Chunk(1, 100, 64), within_s=0.3)
         assert ReadOutcome.LOADED not in outcomes
         bring_back()
-        returned = time.monotonic()
         wait_until(lambda: plane.state.up)
         # Connections that died idle are replaced by their first use.
-        move(plane)
-        back_s = time.monotonic() - returned
-        wait_until(
-            lambda: move(plane) and our_connections(own_server) == connections, "not all are back"
-        )
-        wait_until(lambda: move(plane) < 10 * before_s + 1.0, "slower than before")
-        after_s = min(move(plane), move(plane))
-        record_property("back_s", back_s)
-        record_property("slower", after_s / before_s)
-        print(f"{fault.__name__}: back in {back_s:.2f} s, moving {before_s:.3f} -> {after_s:.3f} s")
+        wait_until(lambda: move(plane) == connections, "not all are back")
         assert [chunk.content for chunk in chunks] == wanted
-        assert our_connections(own_server) == connections
     wait_until(lambda: not our_connections(own_server), "a connection outlived the plane")
-
-
-def test_a_length_that_no_server_writes(server: RedisServer, proxy: Proxy) -> None:
-    with running(proxy.url, get_connections=1) as plane:
-        chunk = Chunk(99, 16_384, 4096, seed=99)
-        assert write(plane, chunk) == [WriteOutcome.STORED]
-        with server.client() as client:
-            value = client.get(chunk.stripe_keys()[0])
-        proxy.for_gets.append(Forge(b"$0%d\r\n%b\r\n" % (len(value), value)))
-        assert read(plane, Chunk(99, 16_384, 4096)) == [ReadOutcome.UNAVAILABLE]
-        assert server.command("EXISTS", *chunk.stripe_keys()) == chunk.stripe_count

@@ -109,18 +109,6 @@ def test_one_side_alone_uses_tls(tmp_path: Path, authority: Authority) -> None:
         assert "is there no TLS?" in refused(server.url.replace("redis://", "rediss://"), 0.5)
 
 
-def test_many_small_chunks(tmp_path: Path, authority: Authority) -> None:
-    with (
-        tls_server(tmp_path, authority.issue("s", "localhost")) as url,
-        running(f"{url}?ssl_ca_certs={authority.ca}") as plane,
-    ):
-        chunks = [Chunk(n, 4096, 4096, seed=n) for n in range(1, 50)]
-        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
-        loaded = [Chunk(n, 4096, 4096) for n in range(1, 50)]
-        assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
-        assert [each.content for each in loaded] == [each.content for each in chunks]
-
-
 def test_a_locked_key_and_its_password(tmp_path: Path, authority: Authority) -> None:
     certificate, key = authority.issue("locked", "client")
     files = f"?ssl_ca_certs={authority.ca}&ssl_certfile={certificate}"

@@ -9,12 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from xxhash import xxh3_64_intdigest
 
-from lmcache_redis.chunks.frame import HEADER_BYTES, add_checksums
+from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.resp import RedisOptions, health
-from lmcache_redis.resp.bulk import End
-from lmcache_redis.resp.codecs import Found, Plain, StripeIO
+from lmcache_redis.resp.codecs import Found
 from lmcache_redis.resp.failures import Failures
 from lmcache_redis.resp.jobs import Jobs, TaskQueue
 from lmcache_redis.resp.lanes import BulkWorker
@@ -50,36 +48,6 @@ class Answered:
         self.jobs.conclude((self.read,))
 
 
-def value_of(chunk: Chunk, index: int) -> bytes:
-    """A good stripe, as the server has it."""
-    payload = chunk.slots[index]
-    header = bytearray(chunk.frame.bare_header(index, GOOD, 1))
-    add_checksums(header, xxh3_64_intdigest(payload))
-    return bytes(header) + bytes(payload)
-
-
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_a_value_that_was_received_apart_is_judged_as_any_other(index: int) -> None:
-    good = value_of(Chunk(1, 250, 100, seed=1), index)
-    other = value_of(Chunk(2, 250, 100, seed=1), index)
-    for value, expected in {
-        good: GOOD,
-        good[:-1] + bytes([good[-1] ^ 1]): ReadOutcome.CORRUPT,
-        good[:-1]: ReadOutcome.CORRUPT,
-        good + b"x": ReadOutcome.CORRUPT,
-        good[:10]: ReadOutcome.CORRUPT,
-        other: ReadOutcome.FOREIGN,
-        b"": ReadOutcome.FOREIGN,
-        b"x" * len(good): ReadOutcome.FOREIGN,
-        None: ReadOutcome.INCOMPLETE,
-    }.items():
-        into = Chunk(1, 250, 100)
-        assert Plain().place(StripeIO.of(into.io(), index), value) == expected
-        into.check_guards()
-        if value == good:
-            assert into.slots[index] == good[HEADER_BYTES:]
-
-
 @pytest.mark.parametrize(
     ("ends", "allowed"),
     [
@@ -106,28 +74,6 @@ def test_of_stripes_in_any_order(ends: tuple[Found, ...], allowed: set[ReadOutco
             answered.end(index, ends[index])
         (outcome,) = answered.outcomes
         assert outcome in allowed, order
-
-
-def header_of(number: int) -> bytes:
-    header = bytearray(Chunk(number, 300, 100).frame.bare_header(0))
-    add_checksums(header, 0)
-    return bytes(header)
-
-
-@pytest.mark.parametrize(
-    ("value", "outcome"),
-    [
-        (b"LMCR cut short", ReadOutcome.CORRUPT),
-        (b"another's value", ReadOutcome.FOREIGN),
-        (b"", ReadOutcome.FOREIGN),
-        (header_of(2), ReadOutcome.FOREIGN),
-    ],
-    ids=["damaged", "another magic", "empty", "another chunk"],
-)
-def test_only_a_damaged_header_of_ours_is_corrupt(value: bytes, outcome: ReadOutcome) -> None:
-    failure = (End.OTHER_LENGTH, 0, value)
-    stripe = StripeIO(b"", Chunk(1, 300, 100).frame, 0, memoryview(b""))
-    assert Plain().judge(stripe, failure) is outcome
 
 
 # ------------------------------------------------------------------- writing
@@ -158,22 +104,6 @@ def acknowledge(jobs: Jobs, job: Write) -> None:
         is_due = job.ended(1, b"")
     if is_due:
         job.put_first()
-
-
-def test_stripe_0_is_queued_without_the_lock() -> None:
-    """There threads of another server may start; where they cannot, that is told with the lock."""
-    jobs, job = Jobs(), new_write(2)
-
-    class Node(Queued):
-        def put_writes(self, tasks: Any, urgent: bool = False) -> None:
-            assert not jobs.lock.locked()
-            super().put_writes(tasks, urgent)
-
-    job.nodes = (Node(),) * 2
-    jobs.begin_all([(job,)])
-    writer = SimpleNamespace(_jobs=jobs, _transfers=Harness().stores)
-    BulkWorker._end(writer, [((job, 1), b"")])  # type: ignore[arg-type]
-    assert job.nodes[0].indexes == [0]
 
 
 def test_stripe_0_follows_the_last_of_the_others() -> None:
@@ -243,7 +173,7 @@ def test_a_late_value_leaves_the_slot_alone() -> None:
         return b"$-1\r\n"
 
     chunk, other = Chunk(1, 4096, 4096), Chunk(2, 4096, 4096)
-    with LyingServer(answer) as server, running(server.url, get_connections=1) as plane:
+    with LyingServer(answer) as server, running(server.url, connections=1) as plane:
         wait_until(lambda: open_streams(plane) == 3)
         assert read(plane, chunk, within_s=0.1) == [ReadOutcome.TIMED_OUT]
         assert read(plane, other) == [ReadOutcome.MISSING]
@@ -268,7 +198,7 @@ def test_a_store_that_is_not_understood_is_unavailable(reply: bytes) -> None:
 def test_nothing_is_sent_after_a_connection_was_lost(own_server: RedisServer) -> None:
     """Until every reply in flight has arrived: the server may have been restarted."""
     chunk = Chunk(1, 200 * 4096, 4096, seed=1)
-    with Proxy(own_server.port) as proxy, running(proxy.url, set_connections=4) as plane:
+    with Proxy(own_server.port) as proxy, running(proxy.url, connections=4) as plane:
         assert write(plane, Chunk(2, 40 * 4096, 4096, seed=2)) == [WriteOutcome.STORED]
         proxy.hold_after = proxy.acknowledged + 20
         answers: list[WriteOutcome] = []
@@ -280,7 +210,7 @@ def test_nothing_is_sent_after_a_connection_was_lost(own_server: RedisServer) ->
         wait_until(lambda: not proxy.acknowledge.is_set())
         # Until each connection has a stripe in flight.
         time.sleep(0.3)
-        links = [link for link in proxy._links if link.name.startswith("set")]
+        links = [link for link in proxy.links if link.name.startswith("set")]
         sent = len(proxy.stripes_set)
         links[0].close()
         time.sleep(0.1)
@@ -293,7 +223,7 @@ def test_nothing_is_sent_after_a_connection_was_lost(own_server: RedisServer) ->
 @pytest.mark.usefixtures("both_ways")
 def test_reads_go_on_while_the_server_takes_no_writes(own_server: RedisServer) -> None:
     chunk = Chunk(1, 40_000, 4096, seed=1)
-    with running(own_server.url, get_connections=1, set_connections=1) as plane:
+    with running(own_server.url, connections=1) as plane:
         assert write(plane, chunk) == [WriteOutcome.STORED]
         assert read(plane, chunk) == [ReadOutcome.LOADED]
         wait_until(lambda: open_streams(plane) == 3)

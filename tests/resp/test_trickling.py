@@ -22,7 +22,6 @@ from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.wire import get_command, set_prefix, value_head
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
-from tests.resp.certificates import Authority
 from tests.resp.helpers import (
     Answers,
     Chunk,
@@ -52,6 +51,7 @@ BOUND_S = 3.0
 SLOT = 4096
 # Bytes of a reply's first line without its end: a byte now and then is an answer that begins.
 LINE = b"+" + b"x" * 200
+EXISTS = b"*1\r\n$6\r\nEXISTS\r\n"
 
 
 def only(*names: bytes, answer: Answer) -> Callable[[list[bytes]], Answer]:
@@ -65,13 +65,6 @@ def over_in_time() -> Iterator[None]:
     yield
     took = time.monotonic() - started
     assert took < BOUND_S, f"took {took:.2f} s"
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    authority = Authority(tmp_path_factory.mktemp("tls"))
-    authority.issue("server", "localhost")
-    return authority.directory
 
 
 def server_side(certificates: Path) -> ssl.SSLContext:
@@ -111,84 +104,71 @@ def get(connection: Connection, payload: memoryview, deadline: float) -> None:
     finish(PythonMover(), connection, task, deadline, is_load=True)
 
 
+def put(connection: Connection, payload: memoryview, deadline: float) -> None:
+    task = (set_prefix(b"k", 640 + payload.nbytes), bytearray(640), payload, b"\r\n")
+    finish(PythonMover(), connection, task, deadline, is_load=False)
+
+
 Make = Callable[[Callable[[list[bytes]], Answer]], LyingServer]
 
 
 # ------------------------------------------------------------- one connection
 
 
-@pytest.mark.parametrize(
-    "reply", [LINE, b":" + b"1" * 15, b"$9999\r\nxx", b"*99\r\n:1\r\n:1\r\n$9"]
-)
-def test_a_reply_that_trickles_ends_with_its_call(lying: Make, reply: bytes) -> None:
-    with (
-        lying(only(b"EXISTS", answer=Trickle(reply, 0.02))) as server,
-        connected(server.url) as connection,
-    ):
-        with over_in_time(), pytest.raises(RedisTimeout):
-            connection.call(b"*1\r\n$6\r\nEXISTS\r\n", 1, time.monotonic() + DEADLINE_S)
-        assert not connection.is_open
-
-
-def test_many_replies_that_trickle_end_with_their_call(lying: Make) -> None:
-    replies = Trickle(b":1\r\n" * 200, 0.02)
-    with (
-        lying(only(b"EXISTS", answer=replies)) as server,
-        connected(server.url) as connection,
-        over_in_time(),
-        pytest.raises(RedisTimeout),
-    ):
-        connection.call(b"*1\r\n$6\r\nEXISTS\r\n", 100, time.monotonic() + DEADLINE_S)
-
-
-def test_the_op_timeout_is_for_the_whole_reply_too(lying: Make) -> None:
-    with (
-        lying(only(b"EXISTS", answer=Trickle(LINE))) as server,
-        connected(server.url, op_timeout_s=1.0) as connection,
-        over_in_time(),
-        pytest.raises(RedisTimeout),
-    ):
-        connection.call(b"*1\r\n$6\r\nEXISTS\r\n", 1, time.monotonic() + 60.0)
-
-
-@pytest.mark.parametrize("reply", [b"+O", LINE, b"-ERR " + b"x" * 200])
-def test_an_acknowledgement_that_trickles(lying: Make, reply: bytes) -> None:
-    with (
-        lying(only(b"SET", answer=Trickle(reply))) as server,
-        connected(server.url) as connection,
-    ):
-        deadline = time.monotonic() + DEADLINE_S
-        task = (set_prefix(b"k", 1240), bytearray(640), memoryview(bytes(600)), b"\r\n")
-        with over_in_time(), pytest.raises(RedisTimeout):
-            finish(PythonMover(), connection, task, deadline, is_load=False)
-
-
 VALUE_HEAD = b"$%d\r\n" % (640 + 600)
+# What a trickle is made of, and how many replies are waited for.
+REPLIES = [
+    (LINE, 1),
+    (b":" + b"1" * 15, 1),
+    (b"$9999\r\nxx", 1),
+    (b"*99\r\n:1\r\n:1\r\n$9", 1),
+    (b":1\r\n" * 200, 100),
+]
+VALUES = [
+    b"$11",
+    VALUE_HEAD + b"h" * 640,
+    b"$1000\r\n" + b"h" * 400,
+    b"$9000000\r\n" + b"h" * 400,
+    b"-ERR " + b"x" * 200,
+    b"-WRONGTYPE " + b"x" * 200,
+]
+ACKNOWLEDGEMENTS = [b"+O", LINE, b"-ERR " + b"x" * 200]
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        b"$11",
-        VALUE_HEAD + b"h" * 640,
-        b"$1000\r\n" + b"h" * 400,
-        b"$9000000\r\n" + b"h" * 400,
-        b"-ERR " + b"x" * 200,
-        b"-WRONGTYPE " + b"x" * 200,
-    ],
-)
-def test_a_value_that_trickles(lying: Make, reply: bytes) -> None:
+def test_replies_that_trickle_end_with_their_calls(lying: Make) -> None:
+    trickle = [Trickle(b"")]
+    with lying(lambda words: trickle[0] if words[0] == b"EXISTS" else None) as server:
+        for reply, count in REPLIES:
+            trickle[0] = Trickle(reply, 0.02)
+            with connected(server.url) as connection:
+                with over_in_time(), pytest.raises(RedisTimeout):
+                    connection.call(EXISTS, count, time.monotonic() + DEADLINE_S)
+                assert not connection.is_open
+
+
+def test_the_op_timeout_is_for_the_whole_reply_too() -> None:
     with (
-        lying(only(b"GET", answer=Trickle(reply, 0.02))) as server,
-        connected(server.url) as connection,
+        LyingServer(only(b"EXISTS", answer=Trickle(LINE))) as server,
+        connected(server.url, op_timeout_s=0.5) as connection,
+        over_in_time(),
+        pytest.raises(RedisTimeout),
     ):
-        payload = memoryview(bytearray(600))
-        with over_in_time(), pytest.raises(RedisTimeout):
-            get(connection, payload, time.monotonic() + DEADLINE_S)
-        assert not connection.is_open
+        connection.call(EXISTS, 1, time.monotonic() + 60.0)
 
 
-def test_a_late_head_leaves_the_payload_the_rest(lying: Make) -> None:
+def test_values_and_acknowledgements_that_trickle(lying: Make) -> None:
+    trickle = [Trickle(b"")]
+    with lying(lambda words: trickle[0] if words[0] in (b"GET", b"SET") else None) as server:
+        for reply in (*VALUES, *ACKNOWLEDGEMENTS):
+            trickle[0] = Trickle(reply, 0.02)
+            with connected(server.url) as connection:
+                moves = get if reply in VALUES else put
+                with over_in_time(), pytest.raises(RedisTimeout):
+                    moves(connection, memoryview(bytearray(600)), time.monotonic() + DEADLINE_S)
+                assert not connection.is_open
+
+
+def test_a_late_head_leaves_the_payload_the_rest() -> None:
     """Not its time-out once more."""
 
     def answer(words: list[bytes]) -> Answer:
@@ -197,7 +177,7 @@ def test_a_late_head_leaves_the_payload_the_rest(lying: Make) -> None:
         time.sleep(1.6)
         return VALUE_HEAD + b"h" * 640
 
-    with lying(answer) as server, connected(server.url) as connection:
+    with LyingServer(answer) as server, connected(server.url) as connection:
         started = time.monotonic()
         with pytest.raises(RedisTimeout):
             get(connection, memoryview(bytearray(600)), started + 2.0)
@@ -207,11 +187,8 @@ def test_a_late_head_leaves_the_payload_the_rest(lying: Make) -> None:
 def test_a_server_that_reads_slowly(lying: Make) -> None:
     with lying(lambda words: None) as server, connected(server.url) as connection:
         server.reads_slowly = 16 << 10
-        payload = memoryview(bytes(32 << 20))
-        task = (set_prefix(b"k", 640 + (32 << 20)), bytearray(640), payload, b"\r\n")
-        deadline = time.monotonic() + DEADLINE_S
         with over_in_time(), pytest.raises(RedisTimeout):
-            finish(PythonMover(), connection, task, deadline, is_load=False)
+            put(connection, memoryview(bytes(32 << 20)), time.monotonic() + DEADLINE_S)
         assert not connection.is_open
 
 
@@ -223,22 +200,13 @@ def connecting(server: LyingServer) -> Connector:
     return Connector(parse_deployment(RedisOptions(url)).server, DEADLINE_S, DEADLINE_S)
 
 
-@pytest.mark.parametrize("name", [b"AUTH", b"CLIENT"])
-def test_a_greeting_that_trickles(name: bytes) -> None:
-    with LyingServer(only(name, answer=Trickle(LINE))) as server:
+@pytest.mark.parametrize("what", [b"AUTH", b"CLIENT", b"TLS"])
+def test_a_greeting_that_trickles(what: bytes) -> None:
+    with LyingServer(only(what, answer=Trickle(LINE)), trickle_tls=what == b"TLS") as server:
         connector = connecting(server)
         with over_in_time(), pytest.raises(RedisTimeout, match="does not answer"):
             connector.open("x")
         assert open_streams(connector) == 0
-
-
-def test_a_tls_handshake_that_trickles() -> None:
-    with (
-        LyingServer(trickle_tls=True) as server,
-        over_in_time(),
-        pytest.raises(RedisTimeout, match="does not answer"),
-    ):
-        connecting(server).open("x")
 
 
 def test_an_open_ends_at_the_deadline_of_who_asked() -> None:
@@ -270,14 +238,19 @@ def test_a_name_that_is_looked_up_for_long(monkeypatch: pytest.MonkeyPatch) -> N
 # -------------------------------------------------------- servers to be found
 
 
-@pytest.mark.parametrize("answer", [Trickle(LINE), Trickle(b"*3\r\n" + b"$5\r\nhello\r\n" * 9)])
-@pytest.mark.parametrize("scheme", ["redis+cluster", "redis+sentinel"])
-def test_a_map_that_trickles(scheme: str, answer: Trickle) -> None:
-    with LyingServer(only(b"CLUSTER", b"SENTINEL", answer=answer)) as server:
-        url = server.url.replace("redis", scheme) + ("/main" if "sentinel" in scheme else "")
-        deployment = parse_deployment(RedisOptions(url))
+SCHEMES = {"redis+cluster": "", "redis+sentinel": "/main"}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_map_that_trickles(scheme: str) -> None:
+    trickle = Trickle(b"*3\r\n" + b"$5\r\nhello\r\n" * 9)
+    with LyingServer(only(b"CLUSTER", b"SENTINEL", answer=trickle)) as server:
+        url = server.url.replace("redis", scheme) + SCHEMES[scheme]
         with over_in_time(), pytest.raises(RedisTimeout):
-            find_servers(deployment, DEADLINE_S)
+            find_servers(parse_deployment(RedisOptions(url)), DEADLINE_S)
+        with running(url, connect_timeout_s=DEADLINE_S):
+            wait_until(lambda: len(server.commands) > 1)
+        assert plane_threads() == []
 
 
 def test_a_role_that_trickles_is_no_reason_to_doubt() -> None:
@@ -293,15 +266,6 @@ def test_a_role_that_trickles_is_no_reason_to_doubt() -> None:
         assert [each.port for each in found.servers] == [server.port]
 
 
-@pytest.mark.parametrize("scheme", ["redis+cluster", "redis+sentinel"])
-def test_a_plane_without_a_map_ends_in_time(scheme: str) -> None:
-    with LyingServer(only(b"CLUSTER", b"SENTINEL", answer=Trickle(LINE))) as server:
-        url = server.url.replace("redis", scheme) + ("/main" if "sentinel" in scheme else "")
-        with running(url, connect_timeout_s=DEADLINE_S):
-            wait_until(lambda: server.commands)
-        assert plane_threads() == []
-
-
 # ------------------------------------------------------------------- the plane
 
 
@@ -313,20 +277,7 @@ def test_a_plane_without_a_map_ends_in_time(scheme: str) -> None:
         (b"GET", b"$4736\r\n" + b"h" * 640),
         (b"GET", b"$46"),
         (b"SET", b"+"),
-        (b"SET", b"-ERR x"),
-    ],
-)
-def test_every_transfer_of_a_plane_is_answered(
-    name: bytes, reply: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    _check_calls(name, reply, tmp_path, caplog)
-
-
-@pytest.mark.parametrize(
-    ("name", "reply"),
-    [
         (b"EXISTS", LINE),
-        (b"EXISTS", b":"),
         (b"SCAN", b"*2\r\n$1\r\n0\r\n*500\r\n" + b"$1\r\nx\r\n" * 50),
         (b"UNLINK", LINE),
         (b"GETRANGE", LINE),
@@ -335,16 +286,10 @@ def test_every_transfer_of_a_plane_is_answered(
 def test_every_call_of_a_plane_is_answered(
     name: bytes, reply: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _check_calls(name, reply, tmp_path, caplog)
-
-
-def _check_calls(
-    name: bytes, reply: bytes, directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
     """The thread gives the connection up in time, and works on."""
     trickles = only(name, answer=Trickle(reply, 0.02))
     with (
-        LyingServer(trickles, path=directory / "lying.sock") as server,
+        LyingServer(trickles, path=tmp_path / "lying.sock") as server,
         running(server.url, op_timeout_s=0.4, heartbeat_s=3600.0) as plane,
     ):
         for _ in range(2):
@@ -380,7 +325,7 @@ def _check_call(plane: RedisPlane, name: bytes, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize("name", [b"EXISTS", b"GET", b"SET", b"PING", b"CLIENT"])
+@pytest.mark.parametrize("name", [b"EXISTS", b"GET", b"SET", b"CLIENT"])
 def test_a_plane_is_closed_in_the_middle_of_a_trickle(name: bytes) -> None:
     trickles = only(name, answer=Trickle(b"$4736\r\n" + b"h" * 640))
     with LyingServer(trickles) as server:
@@ -453,20 +398,17 @@ ENDLESS = [
 ]
 
 
-@pytest.mark.parametrize("endless", ENDLESS, ids=range(len(ENDLESS)))
-def test_a_reply_without_end_is_no_reply(endless: Endless) -> None:
-    answer = only(b"EXISTS", answer=endless)
-    with (
-        LyingServer(answer) as server,
-        connected(server.url) as connection,
-        in_bounded_memory(),
-    ):
-        with pytest.raises(RedisProtocolError):
-            connection.call(b"*1\r\n$6\r\nEXISTS\r\n", 3, time.monotonic() + 20.0)
-        assert not connection.is_open
+def test_a_reply_without_end_is_no_reply() -> None:
+    endless = [ENDLESS[0]]
+    with LyingServer(lambda words: endless[0] if words[0] == b"EXISTS" else None) as server:
+        for endless[0] in ENDLESS:
+            with connected(server.url) as connection, in_bounded_memory():
+                with pytest.raises(RedisProtocolError):
+                    connection.call(EXISTS, 3, time.monotonic() + 20.0)
+                assert not connection.is_open
 
 
-@pytest.mark.parametrize("endless", ENDLESS[::2], ids=range(0, len(ENDLESS), 2))
+@pytest.mark.parametrize("endless", ENDLESS[::5], ids=range(0, len(ENDLESS), 5))
 def test_a_greeting_without_end(endless: Endless) -> None:
     with LyingServer(only(b"CLIENT", answer=endless)) as server:
         connector = Connector(parse_deployment(RedisOptions(server.url)).server, 20.0, 20.0)
@@ -474,47 +416,46 @@ def test_a_greeting_without_end(endless: Endless) -> None:
             connector.open("x")
 
 
-@pytest.mark.parametrize("endless", ENDLESS[4:7], ids=range(4, 7))
-@pytest.mark.parametrize("scheme", ["redis+cluster", "redis+sentinel"])
-def test_a_map_without_end(scheme: str, endless: Endless) -> None:
-    with LyingServer(only(b"CLUSTER", b"SENTINEL", answer=endless)) as server:
-        url = server.url.replace("redis", scheme) + ("/main" if "sentinel" in scheme else "")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_map_without_end(scheme: str) -> None:
+    with LyingServer(only(b"CLUSTER", b"SENTINEL", answer=ENDLESS[6])) as server:
+        url = server.url.replace("redis", scheme) + SCHEMES[scheme]
         with in_bounded_memory(), pytest.raises(RedisProtocolError):
             find_servers(parse_deployment(RedisOptions(url)), 20.0)
 
 
 @pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize("name", [b"GET", b"SET"])
-@pytest.mark.parametrize("endless", ENDLESS[:9], ids=range(9))
-def test_no_reply_without_end_to_a_mover(name: bytes, endless: Endless) -> None:
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [(b"GET", 0), (b"GET", 2), (b"GET", 3), (b"GET", 4), (b"SET", 0), (b"SET", 2), (b"SET", 6)],
+)
+def test_no_reply_without_end_to_a_mover(name: bytes, number: int) -> None:
     """UNAVAILABLE, or TIMED_OUT where a value of another length is read up to its end."""
     with (
-        LyingServer(only(name, answer=endless)) as server,
-        running(server.url, heartbeat_s=3600.0, op_timeout_s=2.0) as plane,
+        LyingServer(only(name, answer=ENDLESS[number])) as server,
+        running(server.url, heartbeat_s=3600.0, op_timeout_s=1.0) as plane,
         in_bounded_memory(),
     ):
         chunk = Chunk(1, SLOT, SLOT, seed=1)
         if name == b"GET":
-            (outcome,) = read(plane, chunk, within_s=2.0)
+            (outcome,) = read(plane, chunk, within_s=1.0)
             assert outcome not in (ReadOutcome.LOADED, ReadOutcome.MISSING)
         else:
             assert write(plane, chunk) != [WriteOutcome.STORED]
 
 
-@pytest.mark.parametrize("name", [b"EXISTS", b"SCAN", b"UNLINK", b"GETRANGE"])
-@pytest.mark.parametrize("endless", ENDLESS[3:9:2], ids=range(3, 9, 2))
-def test_no_reply_without_end_to_a_plane(name: bytes, endless: Endless) -> None:
-    with (
-        LyingServer(only(name, answer=endless)) as server,
-        running(server.url, heartbeat_s=3600.0, op_timeout_s=2.0) as plane,
-        in_bounded_memory(),
-    ):
-        chunk = Chunk(1, SLOT, SLOT, seed=1)
-        if name == b"EXISTS":
-            assert scan(plane, [chunk_key(1)]).outcome is CallOutcome.UNAVAILABLE
-        elif name == b"SCAN":
-            assert clear(plane, first_key(1)[:10]).outcome is CallOutcome.UNAVAILABLE
-        elif name == b"GETRANGE":
-            assert describe(plane, [chunk_key(1)]).outcome is CallOutcome.UNAVAILABLE
-        else:
-            assert remove(plane, chunk).outcome is CallOutcome.UNAVAILABLE
+def test_no_reply_without_end_to_a_plane() -> None:
+    names = (b"EXISTS", b"SCAN", b"UNLINK", b"GETRANGE")
+    for name, endless in zip(names, ENDLESS[3:7], strict=True):
+        with (
+            LyingServer(only(name, answer=endless)) as server,
+            running(server.url, heartbeat_s=3600.0, op_timeout_s=2.0) as plane,
+            in_bounded_memory(),
+        ):
+            outcomes = {
+                b"EXISTS": lambda plane=plane: scan(plane, [chunk_key(1)]),
+                b"SCAN": lambda plane=plane: clear(plane, first_key(1)[:10]),
+                b"UNLINK": lambda plane=plane: remove(plane, Chunk(1, SLOT, SLOT)),
+                b"GETRANGE": lambda plane=plane: describe(plane, [chunk_key(1)]),
+            }
+            assert outcomes[name]().outcome is CallOutcome.UNAVAILABLE

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+
+from tests.resp.loopback import Loopback, shut_down
 
 # Then a server that trickles goes away, so that who waits for it anyway fails, and is told so.
 _LONGEST_S = 5.0
@@ -38,7 +37,7 @@ class Endless:
 Answer = bytes | Trickle | Endless | None
 
 
-class LyingServer:
+class LyingServer(Loopback):
     """Listens on loopback, or on a unix socket at `path`. A context manager.
 
     answer: what to say to a command, given its words; None: what a good server would say.
@@ -53,72 +52,36 @@ class LyingServer:
         tls: ssl.SSLContext | None = None,
         trickle_tls: bool = False,
     ) -> None:
+        unix = None if path is None else socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        if unix is not None:
+            unix.bind(str(path))
+            unix.listen()
+        super().__init__(unix)
+        if path is not None:
+            self.url = f"unix://{path}"
+        elif tls or trickle_tls:
+            self.url = self.url.replace("redis://", "rediss://")
         self._answer = answer
         self._tls = tls
         self._trickle_tls = trickle_tls
         self.reads_slowly = 0
         self.sent_bytes = 0
         self.commands: list[list[bytes]] = []
-        self._over = threading.Event()
-        self._socks: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
-        if path is None:
-            self._listener = socket.create_server(("127.0.0.1", 0))
-            self.port = int(self._listener.getsockname()[1])
-            self.url = f"{'rediss' if tls or trickle_tls else 'redis'}://127.0.0.1:{self.port}"
-        else:
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._listener.bind(str(path))
-            self._listener.listen()
-            self.url = f"unix://{path}"
 
-    def __enter__(self) -> LyingServer:
-        self._spawn(self._accept)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._over.set()
-        for sock in (self._listener, *self._socks):
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(10)
-        for sock in (self._listener, *self._socks):
-            sock.close()
-
-    def _spawn(self, target: Callable[..., None], *args: object) -> None:
-        thread = threading.Thread(target=target, args=args, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        while not self._over.is_set():
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            self._socks.append(sock)
-            self._spawn(self._serve, sock)
-
-    def _serve(self, sock: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            if self._trickle_tls:
-                # The head of a TLS record of 16 KiB, of which a byte comes now and then.
-                self._trickle(sock, b"\x16\x03\x03\x40\x00" + bytes(500), 0.05)
+    def _serve(self, client: socket.socket) -> None:
+        sock = client
+        if self._trickle_tls:
+            # The head of a TLS record of 16 KiB, of which a byte comes now and then.
+            self._trickle(sock, b"\x16\x03\x03\x40\x00" + bytes(500), 0.05)
+        try:
             if self._tls is not None:
                 sock = self._tls.wrap_socket(sock, server_side=True)
                 self._socks.append(sock)
             for words in self._commands(sock):
                 self.commands.append(words)
                 self._say(sock, self._answer(words), words)
-        # Both ends see it: a client must not wait for what will never come.
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        finally:
+            shut_down(sock)
 
     def _commands(self, sock: socket.socket) -> Iterator[list[bytes]]:
         data = b""

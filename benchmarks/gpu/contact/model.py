@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.engine import CHUNK_TOKENS, Engine, Shape
 from benchmarks.gpu.contact.figures import Figure, judged, zero
-from demo.agent import AgentServer
+from testkit.agent import AgentServer
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from lmcache_redis.device import kernels
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 
 _ROOT = Path(__file__).parents[3]
-_CARRIED = ("lmcache_redis", "benchmarks", "demo", "tests", "pyproject.toml", "LICENSE")
+_CARRIED = ("lmcache_redis", "benchmarks", "demo", "testkit", "tests", "pyproject.toml", "LICENSE")
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.c", "*.h")
 _OF_TESTS = {"pytest", "pytest-timeout", "hypothesis"}
 _BEFORE_PYTHON_311 = ("exceptiongroup", "tomli", "typing-extensions")  # what these need then

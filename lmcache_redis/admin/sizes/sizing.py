@@ -6,14 +6,12 @@ Redis holds a part of a chunk as stripes, with headers, keys, and the server's s
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_redis.admin.names import table
 from lmcache_redis.admin.sizes.families import (
     DTYPE_BYTES,
     KV_DTYPES,
@@ -24,47 +22,56 @@ from lmcache_redis.admin.sizes.families import (
     layers_of,
     text_fields,
 )
-from lmcache_redis.chunks.frame import HEADER_BYTES, allocated_bytes, stripe_payload_bytes
+from lmcache_redis.chunks.cutting import allocated_bytes, stripe_payload_bytes
+from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.chunks.keys import NAMESPACE_BYTES, hash_tag
 from lmcache_redis.chunks.names import Reach, key_stem, stripe_key
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.units import gigabytes, shown_bytes
 
-_REACHES = {
-    "all": "full",
-    "window": "window of {:,} tokens",
-    "local": "chunks of {:,} tokens",
-    "state": "one state",
-}
 # vLLM's smallest block on a GPU; beside the states of recurrent layers blocks are larger.
 _BLOCK_TOKENS = 16
 # vLLM's block hashes are SHA-256.
 _HASH = bytes(32)
+# Plain bytes to those that --compress lossless stores: measured with KV of SmolLM2-135M.
+EXPECTED_RATIO = {
+    "bfloat16": 1.40,
+    "float16": 1.12,
+    "float32": 1.165,
+    "fp8": 1.10,
+    "fp8_e4m3": 1.10,
+    "fp8_e5m2": 1.27,
+}
 # Of a key: its entry in the table of keys, its object, and the heads of two strings.
 _ENTRY_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """memory_bytes: what the server counts for it, towards its maxmemory."""
+    """packed_bytes: the payload as stored. memory_bytes: counted by the server, for maxmemory."""
 
     part_bytes: int
+    packed_bytes: int
     stripes: int
     value_bytes: int
     memory_bytes: int
 
 
-def stored_part(part_bytes: int, slot_bytes: int, model: str) -> StoredPart:
-    """A part as agents store it. Raises FormatError for a size that is not positive."""
+def stored_part(part_bytes: int, slot_bytes: int, model: str, ratio: float = 1.0) -> StoredPart:
+    """A part as agents store it. ratio: of its bytes to those that they pack each stripe into.
+
+    Raises FormatError for a size that is not positive.
+    """
     payload = stripe_payload_bytes(part_bytes, slot_bytes)
     stripes = -(-part_bytes // payload)
     last = part_bytes - (stripes - 1) * payload
+    payloads = [math.ceil(each / ratio) for each in [payload] * (stripes - 1) + [last]]
     stem = key_stem(bytes(NAMESPACE_BYTES), model, 0, len(_HASH))
     key = len(stripe_key(stem + hash_tag(_HASH), 0))
-    sizes = [payload + HEADER_BYTES] * (stripes - 1) + [last + HEADER_BYTES]
-    memory = sum(map(allocated_bytes, sizes)) + stripes * (allocated_bytes(key) + _ENTRY_BYTES)
-    return StoredPart(part_bytes, stripes, part_bytes + stripes * HEADER_BYTES, memory)
+    packed, headers = sum(payloads), stripes * HEADER_BYTES
+    memory = sum(allocated_bytes(each + HEADER_BYTES) for each in payloads)
+    memory += stripes * (allocated_bytes(key) + _ENTRY_BYTES)
+    return StoredPart(part_bytes, packed, stripes, packed + headers, memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +80,8 @@ class SizeOptions:
 
     tp: ranks of tensor parallelism. kv_cache_dtype, state_dtype: vLLM's --kv-cache-dtype and
     --mamba-ssm-cache-dtype. step_tokens: the most tokens that one step of the prefill computes; a
-    state is kept at its end. memory_bytes: of a server. prompt_tokens: of a usual prompt.
+    state is kept at its end. compress: agents pack without loss. memory_bytes: of a server.
+    prompt_tokens: of a usual prompt.
     """
 
     tp: int = 1
@@ -81,6 +89,7 @@ class SizeOptions:
     state_dtype: str = "auto"
     step_tokens: int = 8192
     chunk_size_tokens: int = 256
+    compress: bool = False
     memory_bytes: int = 64 << 30
     prompt_tokens: int = 8192
     prefill_tokens_per_s: float = 8000.0
@@ -92,8 +101,9 @@ class SizedGroup:
 
     kind: attention, MLA or state. bytes_per_token: of keys and values, each counted once, and
     engine_bytes_per_token: in all ranks. state_bytes: of one state in all ranks. shards: how many
-    parts a chunk has, of ranks that hold different bytes. part: one of them. stored_chunks,
-    loaded_chunks: of the prompt; a state is kept once a step, and a hit loads the end of a window.
+    parts a chunk has, of ranks that hold different bytes. ratio: of their bytes to the stored ones.
+    part: one of them. stored_chunks, loaded_chunks: of the prompt; a state is kept once a step, and
+    a hit loads the end of a window.
     """
 
     kind: str
@@ -103,6 +113,7 @@ class SizedGroup:
     engine_bytes_per_token: int
     state_bytes: int
     shards: int
+    ratio: float
     part: StoredPart
     stored_chunks: int
     loaded_chunks: int
@@ -145,12 +156,17 @@ class ModelSize:
 
     @property
     def payload_bytes(self) -> int:
-        """Keys, values and states of the prompt, as stored."""
+        """Keys, values and states of the prompt."""
         return sum(group.stored_chunks * group.chunk_bytes for group in self.groups)
 
     @property
+    def packed_bytes(self) -> int:
+        """The same as they are stored."""
+        return sum(g.stored_chunks * g.shards * g.part.packed_bytes for g in self.groups)
+
+    @property
     def stored_bytes(self) -> int:
-        """The server's memory for the prompt: its payload, and headers, keys and rounding."""
+        """The server's memory for the prompt: what is stored, and headers, keys and rounding."""
         return sum(g.stored_chunks * g.shards * g.part.memory_bytes for g in self.groups)
 
     @property
@@ -171,7 +187,9 @@ class ModelSize:
 
     @property
     def loaded_bytes_per_token(self) -> float:
-        return self.loaded_bytes / max(1, self.chunks * self.chunk_tokens)
+        """What the link carries for a token of a hit."""
+        sent = sum(g.loaded_chunks * g.shards * g.part.packed_bytes for g in self.groups)
+        return sent / max(1, self.chunks * self.chunk_tokens)
 
     @property
     def break_even_bytes_per_s(self) -> float:
@@ -232,6 +250,10 @@ def size_model(config: Mapping[str, Any], name: str, options: SizeOptions) -> Mo
         on_ranks = sum(map(operator.mul, token_bytes, copies))
         state_bytes = sum(layer.state_bytes(types, options.tp) for layer in some)
         part_bytes = (on_ranks * blocks * block_tokens or state_bytes) // options.tp
+        # Pages of several kinds of numbers, and states, may stay as they are.
+        is_alike = not state_bytes and not any(layer.extra_bytes for layer in some)
+        is_packed = options.compress and is_alike
+        ratio = EXPECTED_RATIO.get(types.kv, 1.0) if is_packed else 1.0
         is_latent = all(layer.latent for layer in some)
         groups.append(
             SizedGroup(
@@ -242,7 +264,8 @@ def size_model(config: Mapping[str, Any], name: str, options: SizeOptions) -> Mo
                 engine_bytes_per_token=on_ranks,
                 state_bytes=state_bytes,
                 shards=options.tp // (math.gcd(*copies) if shares else 1),
-                part=stored_part(part_bytes, DEFAULT_SLOT_BYTES, name),
+                ratio=ratio,
+                part=stored_part(part_bytes, DEFAULT_SLOT_BYTES, name, ratio),
                 stored_chunks=min(chunks, steps) if state_bytes else chunks,
                 loaded_chunks=chunks - reach.first_chunk(chunks, chunk_tokens),
             )
@@ -298,95 +321,3 @@ def _of_checkpoint(config: Mapping[str, Any], where: str) -> str | None:
         f"{where}: its checkpoint stores keys and values as {scheme!r}, whose size is not known: "
         "give --kv-cache-dtype"
     )
-
-
-# ------------------------------------------------------------------ as it is shown
-
-
-def size_json(size: ModelSize) -> dict[str, Any]:
-    """Sizes in bytes, as docs/how-much-redis.md describes them."""
-    asked = size.options
-    return {
-        "model": size.model,
-        "model_type": size.model_type,
-        "kv_cache_dtype": size.types.kv,
-        "tp": asked.tp,
-        "bytes_per_token": size.bytes_per_token,
-        "engine_bytes_per_token": size.engine_bytes_per_token,
-        "state_bytes": size.state_bytes,
-        "chunk_tokens": size.chunk_tokens,
-        "groups": [
-            {
-                "kind": group.kind,
-                "reach": group.reach.kind,
-                "reach_tokens": group.reach.tokens,
-                "layers": group.layers,
-                "bytes_per_token": group.bytes_per_token,
-                "engine_bytes_per_token": group.engine_bytes_per_token,
-                "state_bytes": group.state_bytes,
-                "parts_per_chunk": group.shards,
-                "part": dataclasses.asdict(group.part),
-            }
-            for group in size.groups
-        ],
-        "prompt": {
-            "tokens": asked.prompt_tokens,
-            "payload_bytes": size.payload_bytes,
-            "stored_bytes": size.stored_bytes,
-            "loaded_bytes": size.loaded_bytes,
-            "saved_by_windows_bytes": size.saved_by_windows,
-            "saved_by_states_bytes": size.saved_by_states,
-        },
-        "memory": {"bytes": asked.memory_bytes, "tokens": size.tokens, "prompts": size.prompts},
-        "break_even": {
-            "prefill_tokens_per_s": asked.prefill_tokens_per_s,
-            "bytes_per_s": size.break_even_bytes_per_s,
-        },
-    }
-
-
-def size_lines(size: ModelSize) -> Iterator[str]:
-    """`size`."""
-    asked, tokens = size.options, size.options.prompt_tokens
-    yield f"{size.model}: {size.model_type}, keys and values of {size.types.kv}"
-    rows = [["layers", "", "a token", f"a chunk of {size.chunk_tokens} tokens"]]
-    for group in size.groups:
-        reach = _REACHES[group.reach.kind].format(group.reach.tokens)
-        kind = reach if group.kind == "state" else f"{group.kind}, {reach}"
-        token = shown_bytes(group.bytes_per_token) if group.bytes_per_token else "-"
-        rows.append([str(group.layers), kind, token, shown_bytes(group.chunk_bytes)])
-    total = shown_bytes(sum(group.chunk_bytes for group in size.groups))
-    rows.append(["all", "", shown_bytes(size.bytes_per_token), total])
-    yield from (f"  {line}" for line in table(rows))
-    if size.state_bytes:
-        yield (
-            f"states      {shown_bytes(size.state_bytes)}, kept after each step of up to "
-            f"{asked.step_tokens:,} tokens (--max-num-batched-tokens)"
-        )
-    if asked.tp > 1:
-        ratio = size.engine_bytes_per_token / max(1, size.bytes_per_token)
-        more = f", {ratio:.1f} times as much: several hold the same heads" if ratio > 1 else ""
-        parts = sum(group.shards for group in size.groups)
-        yield (
-            f"ranks       {asked.tp} ranks hold {shown_bytes(size.engine_bytes_per_token)} a token"
-            f"{more}; a chunk is stored in {parts} parts, each once"
-        )
-    overhead = size.stored_bytes / size.payload_bytes - 1
-    yield (
-        f"a prompt    of {tokens:,} tokens takes {shown_bytes(size.stored_bytes)} of Redis: "
-        f"{shown_bytes(size.payload_bytes)}, and {100 * overhead:.1f} % for headers, keys and "
-        "rounding"
-    )
-    yield (
-        f"memory      {shown_bytes(asked.memory_bytes)} hold {size.tokens:,} tokens: "
-        f"{size.prompts:,} prompts of {tokens:,} that share no prefix"
-    )
-    even = size.break_even_bytes_per_s
-    yield (
-        f"break-even  {gigabytes(even)}/s ({8 * even / 1e9:.1f} Gbit/s): with less, loading takes "
-        f"longer than computing at {asked.prefill_tokens_per_s:,.0f} tokens/s"
-    )
-    for what, saved in (("windows", size.saved_by_windows), ("states", size.saved_by_states)):
-        if saved > 0:
-            share = saved / (saved + size.loaded_bytes)
-            yield f"a hit       {what} save {shown_bytes(saved)} of loading, {100 * share:.0f} %"

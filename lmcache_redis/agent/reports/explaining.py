@@ -28,7 +28,8 @@ from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.peers import Registration, Reply
 from lmcache_redis.agent.reports import words
 from lmcache_redis.cache.threads import posting
-from lmcache_redis.chunks.frame import ChunkFrame, stripe_payload_bytes
+from lmcache_redis.chunks.cutting import stripe_payload_bytes
+from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.names import DESCRIPTIONS, ChunkNames, PartNames, opaque_pages
 from lmcache_redis.device.layout import fingerprint_of, named_pairs

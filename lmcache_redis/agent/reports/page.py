@@ -285,22 +285,27 @@ def _tiers(report: Mapping[str, Any]) -> str:
     speeds = {tier: words.load_rate(loads) for tier, loads in report["loads"]["tiers"].items()}
     used = f"{shown_bytes(pool['used_slots'] * size)} of {shown_bytes(pool['slots'] * size)}"
     tiers: list[tuple[TierKind, str, str, str]]
-    tiers = [(HOST, used, "gathered_bytes", "retrieved_bytes")]
+    tiers = [(HOST, used, shown_bytes(counters["gathered_bytes"]), "retrieved_bytes")]
     for kind, tier in words.tiers_of(report):
         used = _code(words.used(tier)) if tier["limit_bytes"] is None else words.used(tier)
-        tiers.append((kind, used, kind.counter("stored_bytes"), kind.counter("loaded_bytes")))
+        written = shown_bytes(counters[kind.counter("stored_bytes")])
+        if packed := words.packed(counters, kind):
+            written += f" of {shown_bytes(packed[1])}"
+        tiers.append((kind, used, written, kind.counter("loaded_bytes")))
     rows = (
         (
             kind.title,
             used,
             speeds.get(kind.name, "memory"),
             f"{counters[kind.hits]:,}",
-            shown_bytes(counters[written]),
+            written,
             shown_bytes(counters[read]),
         )
         for kind, used, written, read in tiers
     )
-    return _table(("tier", "used", "speed of loads", "chunks hit ", "written ", "read "), rows, "")
+    titles = ("tier", "used", "speed of loads", "chunks hit ", "written ", "read ")
+    saved = words.saved_of_redis(counters)
+    return _table(titles, rows, "") + (f'<p class="soft">{saved}.</p>' if saved else "")
 
 
 def _engines(report: Mapping[str, Any]) -> str:

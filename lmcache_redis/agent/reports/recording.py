@@ -36,20 +36,22 @@ logger = logging.getLogger(__name__)
 # Of requests with some thousand chunks.
 _QUEUE_LINES = 4096
 _CLOSE_S = 2.0
+# Of FILE and FILE.1 together.
+LIMIT_BYTES = 1 << 30
 _encode = msgspec.json.Encoder().encode
 
 
 class TraceRecorder:
     """Owned by the loop thread. Raises ``ConfigError`` if the file cannot be opened."""
 
-    def __init__(self, agent: Agent, path: str, limit_bytes: int) -> None:
+    def __init__(self, agent: Agent, path: str) -> None:
         self._agent = agent
         # What belongs together: a lookup comes with its layout.
         self._queue: queue.Queue[Sequence[records.Line] | None] = queue.Queue(_QUEUE_LINES)
         self._dropped = 0  # since the last line that was taken
         self._has_failed = False
         self._path = Path(path)
-        self._file_bytes = limit_bytes // 2
+        self._file_bytes = LIMIT_BYTES // 2
         self._layouts: dict[str, records.LayoutRecord] = {}  # described in the file
         try:
             self._file = self._open()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lmcache_redis.tier_kinds import KINDS, TierKind
+from lmcache_redis.tier_kinds import KINDS, REDIS, TierKind
 from lmcache_redis.units import shown_age, shown_bytes
 
 
@@ -46,6 +46,23 @@ def saved(report: Mapping[str, Any]) -> str:
         return f"{text}, seconds unknown: no engine has measured its prefill yet"
     text += f", {shown_seconds(seconds)} of prefill"
     return f"{text} (unknown for {untimed:,} of the tokens)" if untimed else text
+
+
+def packed(counters: Mapping[str, float], kind: TierKind = REDIS) -> tuple[float, float] | None:
+    """Bytes written to a tier as they lie there, and what they were; None: they were not packed.
+
+    counters: of a document, or what they have grown by.
+    """
+    stored, plain = (counters[kind.counter(what)] for what in ("stored_bytes", "plain_bytes"))
+    return (stored, plain) if stored < plain else None
+
+
+def saved_of_redis(counters: Mapping[str, float]) -> str:
+    """Empty if nothing was packed."""
+    if (found := packed(counters)) is None:
+        return ""
+    stored, plain = map(shown_bytes, found)
+    return f"saved {percent(1 - found[0] / found[1])} of Redis: {stored} stored of {plain}"
 
 
 def not_compared(every: int, counters: Mapping[str, float]) -> str:

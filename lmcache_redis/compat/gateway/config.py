@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lmcache_redis.compat.lm_wire import MAX_WIRE_LENGTH
 from lmcache_redis.config import MIN_SLOT_BYTES, TierSettings, machine_share, parse_address
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.settings import check_between, setting
+from lmcache_redis.settings import setting
 
 DEFAULT_LISTEN = "lm://127.0.0.1:65432"
 
@@ -36,29 +36,14 @@ class GatewayConfig(TierSettings):
         between=(0, 1 << 50),
     )
     buffer_bytes: int = setting(
-        "payload in flight: PUTs until all tiers have answered, GETs until they are sent",
+        "payload in flight: PUTs until all tiers have answered, GETs until they are sent; a chunk "
+        "may have a quarter of it",
         lambda: machine_share(1 << 30),
         shown="1GiB, at most a quarter of the machine's or container's memory",
         between=(MIN_SLOT_BYTES, 1 << 50),
     )
-    max_payload_bytes: int | None = setting(
-        "maximum chunk size; a client that sends a larger chunk is disconnected",
-        None,
-        shown="a quarter of --buffer-bytes",
-        between=(1, MAX_WIRE_LENGTH),
-    )
     max_connections: int = setting(
         "maximum number of clients; lower if the limit of open files is", 1024, (1, 1 << 16)
-    )
-    max_connections_per_peer: int = setting(
-        "maximum number of clients of one address", 512, (1, 1 << 16)
-    )
-    threads: int = setting("concurrent reads from the disk, and as many writes", 16, (1, 256))
-    request_timeout_s: float = setting(
-        "time in which a header, a payload or a reply must be transferred, or the client is "
-        "disconnected",
-        60.0,
-        (0.1, 3600),
     )
     tls_cert: str | None = setting(
         "PEM file of the server's certificate chain; turns TLS on", None, form="FILE"
@@ -80,12 +65,6 @@ class GatewayConfig(TierSettings):
 
     def __post_init__(self) -> None:
         TierSettings.__post_init__(self)
-        check_between("max_payload_bytes", self.payload_limit_bytes, 1, MAX_WIRE_LENGTH)
-        if self.payload_limit_bytes > self.buffer_bytes:
-            raise ConfigError(
-                f"--max-payload-bytes is {self.payload_limit_bytes}, more than the "
-                f"{self.buffer_bytes} of --buffer-bytes: change one of them"
-            )
         if not (self.memory_bytes or self.disk_path or self.redis_url):
             raise ConfigError(
                 "there is no tier for chunks: give --redis-url, --memory-bytes or --disk-path"
@@ -105,9 +84,7 @@ class GatewayConfig(TierSettings):
 
     @property
     def payload_limit_bytes(self) -> int:
-        """``max_payload_bytes``, or its default."""
-        if self.max_payload_bytes is not None:
-            return self.max_payload_bytes
+        """The size of the largest chunk; a client that sends a larger one is disconnected."""
         return min(self.buffer_bytes // 4, MAX_WIRE_LENGTH)
 
 

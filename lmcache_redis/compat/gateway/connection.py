@@ -187,7 +187,7 @@ class ClientConnection:
         if not 0 <= length <= shared.max_payload_bytes:
             raise FormatError(
                 f"a PUT of {length} bytes, allowed are 0 to {shared.max_payload_bytes} "
-                "(--max-payload-bytes)"
+                "(a quarter of --buffer-bytes)"
             )
         try:
             _, text, payload = unpacked_request(self._header)

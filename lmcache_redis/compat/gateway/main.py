@@ -30,6 +30,8 @@ _CLOSE_S = 1.0
 _FIRST_PROBE_S = 5.0
 # Of a write, and again of the removal that follows a failed one.
 WRITE_S = 5.0
+# That read from the disk, and as many that write: clients read at once, each its own chunk.
+_DISK_THREADS = 16
 # The counters of an agent that a gateway's cache raises too.
 _TIER_COUNTERS = [
     f"{PREFIX}{name}_total"
@@ -76,8 +78,8 @@ def open_objects(config: GatewayConfig) -> ObjectCache:
     if config.memory_bytes:
         storages.append(in_memory(config.memory_bytes))
     if config.disk_path is not None:
-        path, limit_bytes, threads = config.disk_path, config.disk_size, config.threads
-        storages.append(on_disk(path, limit_bytes, key_prefix=prefix, threads=threads))
+        path, limit_bytes = config.disk_path, config.disk_size
+        storages.append(on_disk(path, limit_bytes, key_prefix=prefix, threads=_DISK_THREADS))
     if config.redis_url is not None:
         storages.append(in_redis(RedisOptions.of_settings(config, config.redis_url)))
     memory = HeapMemory(spare_bytes=min(config.buffer_bytes // 8, DEFAULT_SPARE_BYTES))

@@ -47,6 +47,10 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP
 
 # A client without a request for this long gives way to another one, if there are too many.
 _IDLE_S = 600.0
+# In which a header, a payload or a reply must be transferred, or the client is disconnected.
+REQUEST_TIMEOUT_S = 60.0
+# Clients of one address. A larger --max-connections allows it half of them.
+_LEAST_OF_A_HOST = 512
 
 # Since the start: name and meaning for Prometheus; the label, if there is one, and its values.
 COUNTERS: Final[tuple[tuple[str, str, str, tuple[str, ...]], ...]] = (
@@ -167,7 +171,7 @@ class Gateway:
                 shared.log.warning("refused", "%s is turned away: %s", host, problem)
                 accepted.close()
                 continue
-            peer, timeout_s = f"{host} port {port}", self.config.request_timeout_s
+            peer, timeout_s = f"{host} port {port}", REQUEST_TIMEOUT_S
             stream = ClientStream(accepted, timeout_s, partial(self._stalled, peer))
             connection = ClientConnection(stream, peer, shared)
             task = asyncio.ensure_future(self._serve(accepted, connection))
@@ -179,9 +183,9 @@ class Gateway:
         if not is_allowed(host, self._networks):
             return "it is in none of --allowed-peers"
         of_host = sum(each.peer.startswith(f"{host} ") for each in self._clients.values())
-        if of_host >= self.config.max_connections_per_peer:
+        if of_host >= max(_LEAST_OF_A_HOST, self._most_clients // 2):
             if not self._closes_idle(f"{host} "):
-                return f"it has {of_host} connections (--max-connections-per-peer)"
+                return f"it has {of_host} connections, the most of one (see --max-connections)"
         elif len(self._clients) >= self._most_clients and not self._closes_idle(""):
             return f"there are {len(self._clients)} clients already (--max-connections)"
         return None
@@ -228,7 +232,7 @@ class Gateway:
         self._shared.counters["closed_connections_stalled"] += 1
         self._shared.log.warning(
             "stalled", "%s is disconnected: a message took more than %g s",
-            peer, self.config.request_timeout_s,
+            peer, REQUEST_TIMEOUT_S,
         )  # fmt: skip
 
 

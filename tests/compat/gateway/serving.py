@@ -7,13 +7,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.pool import HostPool
 from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.chunks.metadata import RemoteMetadata
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.compat.gateway.main import LoopOwner, open_objects
@@ -21,21 +22,20 @@ from lmcache_redis.compat.gateway.server import Gateway
 from lmcache_redis.compat.gateway.wire import object_key_of
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.objects.cache import HeapMemory, ObjectCache
+from lmcache_redis.testing.memory_tier import MemoryTier
 from lmcache_redis.tier_kinds import REDIS
 from lmcache_redis.tiers import (
     Backing,
     CallOutcome,
     ChunkIO,
+    Done,
     ExistsResult,
     FramesResult,
     KeysResult,
     PlaneState,
     ReadDone,
     ReadOutcome,
-    RemoveResult,
-    ScanResult,
     Tier,
-    TierPlace,
     WriteDone,
     WriteOutcome,
 )
@@ -72,146 +72,90 @@ class Gate:
         action()
 
 
-class DictTier:
-    """A tier that keeps chunks in a dict, without an index.
+class DictTier(MemoryTier):
+    """A tier in memory, without an index, that answers when the test wants.
 
     Clear `open` to make every call wait, or only writes where `holds_writes_only`. `refuses`: it
-    takes nothing. `damaged`: no read succeeds. `hangs_next`: the next write is not in time, and
+    takes nothing. `is_damaged`: no read succeeds. `hangs_next`: the next write is not in time, and
     the tier down (`hangs`) from then on. `error`: what it raises, as no tier should.
     """
 
-    name = "dict"
-
     def __init__(self, *, holds_writes_only: bool = False) -> None:
-        self.chunks: dict[ObjectKey, tuple[RemoteMetadata, bytes]] = {}
+        super().__init__("dict", has_index=False)
         self.open = Gate()
-        self.refuses = self.hangs_next = self.hangs = self.damaged = False
+        self.refuses = self.hangs_next = self.hangs = self.is_damaged = False
         self.error: Exception | None = None
         self.writes = 0
         self._holds_writes_only = holds_writes_only
 
     @property
-    def state(self) -> PlaneState:
-        return PlaneState(not self.hangs, True, "")
+    def chunks(self) -> dict[ObjectKey, RemoteMetadata]:
+        kept = [*self._chunks.items()]
+        return {_parsed(key): RemoteMetadata.deserialize(each.frame.metadata) for key, each in kept}
+
+    def add(self, key: ObjectKey) -> None:
+        """As somebody else has stored it: a byte."""
+        frame = _NAMES.frame(key, RemoteMetadata(1, [], [], MemoryFormat.UNDEFINED), 1)
+        io = ChunkIO(_NAMES.chunk_key(key), frame, [memoryview(b"x")], time.monotonic() + WAIT_S)
+        super().store_all([io], lambda job, outcome: None)
 
     @property
-    def place(self) -> TierPlace:
-        return TierPlace(self.name)
+    def state(self) -> PlaneState:
+        return PlaneState(not self.hangs, True, "")
 
     def lookup(self, key: bytes) -> bool | None:
         return False if self.hangs else None
 
-    def scan(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[ScanResult], None]
-    ) -> None:
-        raise AssertionError("a gateway looks for no prefixes")
-
-    def exists(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[ExistsResult], None]
-    ) -> None:
-        def answer() -> None:
-            done(ExistsResult(CallOutcome.DONE, [_parsed(key) in self.chunks for key in keys]))
-
-        self._enter(answer)
+    def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
+        self._enter(partial(super().exists, keys, time.monotonic() + WAIT_S, done))
 
     def refresh(
         self,
         chunks: Sequence[tuple[bytes, int]],
         deadline: float,
-        done: Callable[[ExistsResult], None],
+        done: Done[ExistsResult],
         claim_s: float = 0.0,
     ) -> None:
+        """Without claims."""
         self.exists([key for key, _ in chunks], deadline, done)
 
-    def unclaim(self, keys: Sequence[bytes]) -> None:
-        pass
+    def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
+        self._enter(partial(super().describe, keys, time.monotonic() + WAIT_S, done))
 
-    def describe(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[FramesResult], None]
-    ) -> None:
-        def answer() -> None:
-            frames = []
-            for key in map(_parsed, keys):
-                found = self.chunks.get(key)
-                frames.append(found and _NAMES.frame(key, found[0], max(1, found[0].length)))
-            done(FramesResult(CallOutcome.DONE, frames))
+    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone, /) -> None:
+        def damaged(job: ChunkIO, outcome: ReadOutcome) -> None:
+            done(job, ReadOutcome.CORRUPT)
 
-        self._enter(answer)
+        self._enter(partial(super().load_all, jobs, damaged if self.is_damaged else done))
 
-    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:
-        def read(job: ChunkIO) -> None:
-            job.check(writable=True)
-            key = _parsed(job.key)
-            if self.damaged:
-                return done(job, ReadOutcome.CORRUPT)
-            if key not in self.chunks:
-                return done(job, ReadOutcome.MISSING)
-            metadata, data = self.chunks[key]
-            if metadata.serialize() != job.frame.metadata:
-                return done(job, ReadOutcome.FOREIGN)
-            for slot in job.slots:
-                slot[:], data = data[: len(slot)], data[len(slot) :]
-            done(job, ReadOutcome.LOADED)
-
-        self._enter(lambda: [read(job) for job in jobs])
-
-    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone) -> None:
-        def write(job: ChunkIO) -> None:
-            job.check(writable=False)
-            if self.refuses:
-                return done(job, WriteOutcome.REJECTED)
-            metadata = RemoteMetadata.deserialize(job.frame.metadata)
-            self.chunks[_parsed(job.key)] = metadata, b"".join(job.slots)
-            done(job, WriteOutcome.STORED)
-
+    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone, /) -> None:
         self.writes += len(jobs)
-        if self.hangs_next:
-            self.hangs_next, self.hangs = False, True
+        if self.hangs_next or self.refuses:
+            outcome = WriteOutcome.REJECTED if self.refuses else WriteOutcome.TIMED_OUT
+            self.hangs_next, self.hangs = False, self.hangs or self.hangs_next
             for job in jobs:
-                done(job, WriteOutcome.TIMED_OUT)
+                done(job, outcome)
             return
-        self._enter(lambda: [write(job) for job in jobs], is_write=True)
-
-    def cancel(self, job: ChunkIO) -> None:
-        pass
-
-    def remove(
-        self,
-        key: bytes,
-        deadline: float,
-        done: Callable[[RemoveResult], None],
-        stripe_count: int = 0,
-        newest_unix_ms: int | None = None,
-    ) -> None:
-        removed = self.chunks.pop(_parsed(key), None)
-        done(RemoveResult(CallOutcome.DONE, removed is not None))
+        self._enter(partial(super().store_all, jobs, done), is_write=True)
 
     def keys(self, prefix: bytes, deadline: float, limit: int) -> KeysResult:
         answered = threading.Event()
         self._enter(answered.set)
         if not answered.wait(min(WAIT_S, deadline - time.monotonic())):
             return KeysResult(CallOutcome.TIMED_OUT, [])
-        keys = [_NAMES.chunk_key(key) for key in [*self.chunks]]
-        if len(keys) > limit:
-            return KeysResult(CallOutcome.OVER_LIMIT, keys[:limit])
-        return KeysResult(CallOutcome.DONE, keys)
-
-    def clear(
-        self, key_prefixes: Sequence[bytes], deadline: float, done: Callable[[RemoveResult], None]
-    ) -> None:
-        raise AssertionError("a gateway clears nothing")
+        return super().keys(prefix, deadline, limit)
 
     def close(self, deadline_s: float) -> bool:
         self.open.set()
         return True
 
-    def _enter(self, action: Callable[[], object], is_write: bool = False) -> None:
+    def _enter(self, action: Callable[[], None], is_write: bool = False) -> None:
         if self.error is not None:
             raise self.error
         if self._holds_writes_only and not is_write:
             action()
         else:
-            self.open.passed(lambda: (action(), None)[1])
+            self.open.passed(action)
 
 
 def _parsed(key: bytes) -> ObjectKey:
@@ -240,8 +184,7 @@ class Serving:
         **settings: Any,
     ) -> None:
         settings = {
-            "listen": "lm://127.0.0.1:0", "buffer_bytes": 1 << 20,
-            "max_payload_bytes": 1 << 19, "shutdown_deadline_s": 2.0,
+            "listen": "lm://127.0.0.1:0", "buffer_bytes": 1 << 21, "shutdown_deadline_s": 2.0,
             "memory_bytes": 0, "disk_path": "a tier", **settings,
         }  # fmt: skip
         config = GatewayConfig(**settings)

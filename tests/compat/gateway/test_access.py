@@ -59,18 +59,18 @@ def test_a_client_with_tls_that_closes_after_its_puts_has_put(
 ) -> None:
     """Also with a gateway that has to wait for room while the end of the stream comes."""
     with Serving(backend, buffer_bytes=1 << 19, **tls) as serving:
-        for nbytes in (10, 5000, 400_000):
+        for nbytes in (10, 5000, 120_000):
             with serving.client(tls=trusting(authority)) as client:
                 client.put(f"m@1@0@{nbytes:x}@half", bytes(nbytes))
         serving.until(puts_stored=3)
         backend.open.clear()
-        for number in range(4):
+        for number in range(7):
             with serving.client(tls=trusting(authority)) as client:
-                client.put(f"m@1@0@{number:x}@half", bytes(400_000))
+                client.put(f"m@1@0@{number:x}@half", bytes(120_000))
                 client.put(f"m@2@0@{number:x}@half", bytes(5000))
-        serving.until(buffer_used_bytes=405_000)
+            serving.until(buffer_used_bytes=125_000 * min(number + 1, 4))
         backend.open.set()
-        serving.until(puts_stored=11, open_connections=0)
+        serving.until(puts_stored=17, open_connections=0)
         assert serving.stats()["closed_connections_abandoned"] == 0
 
 
@@ -90,26 +90,16 @@ def test_without_tls_nobody_gets_in_and_others_go_on(
 
 
 @pytest.mark.servers
-def test_a_handshake_that_does_not_go_on_is_cut_off(backend: DictTier, tls: dict[str, str]) -> None:
+def test_a_handshake_that_does_not_go_on_is_cut_off(
+    backend: DictTier, tls: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT_S", 0.3)
     with (
-        Serving(backend, request_timeout_s=0.3, **tls) as serving,
+        Serving(backend, **tls) as serving,
         serving.client() as silent,
     ):
         assert silent.ended()
         serving.until(closed_connections_handshake=1)
-
-
-@pytest.mark.servers
-def test_a_slow_reader_with_tls_is_cut_off(
-    backend: DictTier, authority: Authority, tls: dict[str, str]
-) -> None:
-    with (
-        Serving(backend, request_timeout_s=0.5, **tls) as serving,
-        serving.client(tls=trusting(authority)) as slow,
-    ):
-        slow.put(KEY, bytes(1 << 19))
-        slow.send(header(GET) * 40)
-        serving.until(closed_connections_stalled=1, buffer_used_bytes=0)
 
 
 @pytest.mark.servers
@@ -191,12 +181,18 @@ def test_one_client_too_many(backend: DictTier) -> None:
         assert serving.stats()["closed_connections_refused"] == 1
 
 
-def test_one_client_too_many_of_one_address(backend: DictTier) -> None:
+def test_one_client_too_many_of_one_address(
+    backend: DictTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have half of the connections, and 512 in any case."""
+    monkeypatch.setattr(server, "_LEAST_OF_A_HOST", 1)
     with (
-        Serving(backend, max_connections_per_peer=1) as serving,
+        Serving(backend, max_connections=5) as serving,
         serving.client() as first,
+        serving.client() as too,
     ):
         assert first.healthy()
+        assert too.healthy()
         with serving.client() as second:
             assert second.ended()
         with socket.socket() as other:

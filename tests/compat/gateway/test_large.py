@@ -14,15 +14,13 @@ import pytest
 
 from lmcache_redis.compat.gateway.wire import object_key_of
 from tests.compat.gateway.serving import WAIT_S, DictTier, Serving
-from tests.compat.gateway.wire import EXIST, FAILED, GET, KEY, PUT, SUCCEEDED, UINT8, header, put
+from tests.compat.gateway.wire import EXIST, GET, PUT, SUCCEEDED, UINT8, header, put
 
 pytestmark = pytest.mark.servers
 
 MIB = 1 << 20
 # Memory has room for eight of the large chunks.
-LARGE = {
-    "buffer_bytes": 64 * MIB, "max_payload_bytes": 16 * MIB, "memory_bytes": 64 * MIB,
-}  # fmt: skip
+LARGE = {"buffer_bytes": 64 * MIB, "memory_bytes": 64 * MIB}
 
 
 def key(number: int) -> str:
@@ -45,62 +43,6 @@ def lower() -> DictTier:
 def large_serving(lower: DictTier) -> Iterator[Serving]:
     with Serving(lower, **LARGE) as serving:
         yield serving
-
-
-@pytest.mark.parametrize("step", [187, 70_001, MIB])
-def test_in_pieces_of_any_size(large_serving: Serving, step: int) -> None:
-    nbytes = MIB if step < 1000 else 3 * MIB
-    stream = b"".join(put(key(n), large(n, nbytes)) for n in range(4))
-    with large_serving.client() as client:
-        for at in range(0, len(stream), step):
-            client.send(stream[at : at + step])
-        for number in range(4):
-            assert client.get(key(number)) == large(number, nbytes)
-
-
-def test_pipelined_requests_are_answered_in_order(large_serving: Serving) -> None:
-    payload = large(1)
-    requests = put(key(1), payload) + header(GET, key(1)) + header(EXIST, key(2))
-    requests += header(GET, key(1)) + header(EXIST, key(1))
-    with large_serving.client() as client:
-        sender = threading.Thread(target=client.send, args=(requests * 3,))
-        sender.start()
-        for _ in range(3):
-            assert client.reply()[:2] == (200, len(payload))
-            assert client.receive(len(payload)) == payload
-            assert client.receive(36) == FAILED
-            assert client.reply()[:2] == (200, len(payload))
-            assert client.receive(len(payload)) == payload
-            assert client.receive(36) == SUCCEEDED
-        sender.join()
-
-
-def test_a_client_that_closes_its_side_gets_its_reply(large_serving: Serving) -> None:
-    payload = large(1)
-    with large_serving.client() as client:
-        client.send(put(KEY, payload) + header(GET))
-        client.socket.shutdown(socket.SHUT_WR)
-        assert client.reply()[:2] == (200, len(payload))
-        assert client.receive(len(payload)) == payload
-        assert client.ended()
-
-
-def test_who_does_not_go_on_is_cut_off(lower: DictTier) -> None:
-    with (
-        Serving(lower, request_timeout_s=2.0, **LARGE) as serving,
-        serving.client() as reader,
-        serving.client() as writer,
-        serving.client() as idle,
-    ):
-        idle.put(key(1), large(1))
-        assert idle.exists(key(1))
-        reader.send(header(GET, key(1)))
-        writer.send(put(key(2), large(2))[: 2 * MIB])
-        serving.until(closed_connections_stalled=2, open_connections=1, buffer_used_bytes=0)
-        assert writer.ended()
-        assert reader.ended()
-        assert idle.get(key(1)) == large(1)
-        assert not idle.exists(key(2))
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])

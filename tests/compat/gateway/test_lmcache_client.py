@@ -20,7 +20,7 @@ FOLDER = find_server()
 
 @pytest.mark.skipif(FOLDER is None, reason="needs LMCache's wheel, which scripts/setup fetches")
 def test_it_finds_what_it_expects(backend: DictTier) -> None:
-    with Serving(backend, buffer_bytes=64 << 20, max_payload_bytes=32 << 20) as serving:
+    with Serving(backend, buffer_bytes=128 << 20) as serving:
         words = [str(serving.port), str(FOLDER)]
         done = subprocess.run(
             [sys.executable, "-m", "tests.compat.gateway.lmcache_client", *words],

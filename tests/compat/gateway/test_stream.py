@@ -5,16 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import socket
-import ssl
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 
 import pytest
 
 from lmcache_redis.compat.gateway.stream import ClientStream, Gone
-from tests.resp.certificates import Authority
 
 MIB = 1 << 20
 WAIT_S = 20.0
@@ -82,49 +78,5 @@ def test_after_the_end_the_buffers_are_the_callers(sending: bool, how: str) -> N
         if not sending:
             assert memory == b"a" * 1000 + bytes(4 * MIB - 1000)
         memory.append(1)  # no view of it is left
-
-    run(work)
-
-
-@pytest.mark.servers
-def test_payloads_with_tls(tmp_path: Path) -> None:
-    """Headers, small and large payloads share records; nothing waits for more than there is."""
-    authority = Authority(tmp_path)
-    ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    ours.load_cert_chain(*authority.issue("server", "localhost"))
-    theirs = ssl.create_default_context(cafile=authority.ca)
-    source = random.Random(1)
-    payloads = [source.randbytes(n) for n in (256 << 10, 5, 3 * MIB + 7, 16_000, MIB)]
-
-    async def work(stream: ClientStream, client: socket.socket) -> None:
-        def talk() -> None:
-            with theirs.wrap_socket(client, server_hostname="localhost") as secure:
-                secure.sendall(b"h" * 200)  # two headers in one record, and no more for now
-                assert secure.recv(2) == b"ok"
-                secure.sendall(b"".join(b"h" * 100 + each for each in payloads))
-                for each in payloads:
-                    got = bytearray()
-                    while len(got) < len(each):
-                        got += secure.recv(len(each) - len(got))
-                    assert got == each
-                assert secure.recv(1) == b"", "the end is said, not a connection that breaks off"
-
-        talking = asyncio.ensure_future(asyncio.to_thread(talk))
-        await stream.start_tls(ours)
-        header = memoryview(bytearray(100))
-        for _ in range(2):
-            await stream.receive_header(header)
-        await stream.send(b"ok")
-        for each in payloads:
-            await stream.receive_header(header)
-            assert header == b"h" * 100
-            memory = bytearray(len(each))
-            await stream.receive(memoryview(memory))
-            assert memory == each
-            memory.append(1)  # no view of it is left
-        for each in payloads:
-            await stream.send(each[:1], memoryview(each)[1:])
-        stream.close()
-        await talking
 
     run(work)

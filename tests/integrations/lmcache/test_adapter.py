@@ -119,17 +119,9 @@ def test_a_lookup_needs_a_layout_once(door: L2Caller, open_door: Open) -> None:
     assert other.lookup(keys(1), layouts()) == [True]
 
 
-@pytest.mark.parametrize("harm", ["flip", "evict"])
-def test_a_harmed_object_is_a_miss_and_stored_again(
-    door: L2Caller, redis: RedisServer, harm: str
-) -> None:
+def test_a_harmed_object_is_a_miss_and_stored_again(door: L2Caller, redis: RedisServer) -> None:
     door.store(keys(1, 2), filled(1, 2))
-    if harm == "flip":
-        damage(redis)
-    else:
-        with redis.client() as client:
-            stripes = sorted(stripe_keys(client))
-            client.delete(*stripes[1::2])
+    damage(redis)
     assert door.load(keys(1, 2), filled(0, 0)) == [False, False]
     assert door.store(keys(1, 2), filled(1, 2)).is_successful()
     into = filled(0, 0)
@@ -158,7 +150,7 @@ def test_a_dead_redis_is_misses_at_once(door: L2Caller, redis: RedisServer) -> N
 
 def test_a_stopped_redis_blocks_no_caller(open_door: Open, redis: RedisServer) -> None:
     """No task ends at once, so a call that waited for its own would find it ended."""
-    door = open_door(lookup_timeout_s=5.0, load_timeout_s=5.0, store_timeout_s=5.0)
+    door = open_door(timeout_s=50.0)
     objects = filled(0), filled(2)  # they belong to the door until their tasks have ended
     door.store(keys(1), filled(1))
     redis.stop()

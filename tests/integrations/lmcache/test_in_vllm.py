@@ -39,7 +39,7 @@ def stack(
     """A server whose pool is a buffer only, so that every hit comes from Redis, and an engine."""
     patch = log.with_name("patch.py")
     patch.write_text(PATCH.format(wheel=str(wheel)))
-    adapter = {**PLUGIN, "adapter_params": {"url": redis.url, "lookup_timeout_s": 0.5}}
+    adapter = {**PLUGIN, "adapter_params": {"url": redis.url, "timeout_s": 5.0}}
     with running_lmcache(0, POOL_BYTES, log, buffer=True, adapter=adapter) as server:
         env = {**server.environment, PATCH_VARIABLE: str(patch), "VLLM_CPU_KVCACHE_SPACE": "1"}
         with ForkedEngine(

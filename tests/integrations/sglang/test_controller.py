@@ -24,7 +24,7 @@ from tests.integrations.sglang.test_backend import (
 )  # fmt: skip
 from tests.servers import RedisServer
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.long]
 
 WITHIN_S = 30.0
 TOKENS = list(range(3 * PAGE))

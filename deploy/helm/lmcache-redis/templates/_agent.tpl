@@ -23,7 +23,7 @@ lmcache-redis/client: {{ include "lmcache-redis.name" . }}
 {{/* Changes with the settings that need another agent. It reads its file again for the others:
 RELOADABLE of lmcache_redis/agent/main.py. */}}
 {{- define "lmcache-redis.podAnnotations" -}}
-{{- $reloaded := list "log-level" "write-queue-bytes" "disk-size" "session-timeout-s" "heartbeat-timeout-s" "shutdown-deadline-s" }}
+{{- $reloaded := list "log-level" "write-queue-bytes" "disk-size" "shutdown-deadline-s" }}
 {{- $decided := .Values.agent.settings }}
 {{- range $reloaded }}{{ $decided = omit $decided . }}{{ end -}}
 checksum/lmcache-redis: {{ cat (include "lmcache-redis.connection" .) (include "lmcache-redis.settings" $decided) | sha256sum }}

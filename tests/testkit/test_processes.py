@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from demo import processes
+from testkit import processes
 
 pytestmark = pytest.mark.servers
 
 # A child that ends at once and leaves an orphan behind, as an engine's root process may.
 SCRIPT = """
 import subprocess, sys, time
-from demo import processes
-from demo.processes import ended_in_order
+from testkit import processes
+from testkit.processes import ended_in_order
 
 processes._GRACE_S = 0.2
 with ended_in_order():

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from demo.child import Child
 from lmcache_redis.errors import LMCacheRedisError
+from testkit.child import Child
 
 _END_WITHIN_S = 30.0
 
@@ -70,7 +70,7 @@ class EngineProcess(Child):
                 "kv_connector_extra_config": {"endpoint": connector_endpoint},
             }
         environment = {**engine_environment(), **(env or {})}
-        super().__init__(["demo.engine"], log_path.open("a+b"), environment)
+        super().__init__(["testkit.engine"], log_path.open("a+b"), environment)
         options = {**_DEFAULT_OPTIONS, **(options or {})}
         self._send({"model": str(model_dir), "kv_transfer": kv_transfer, "options": options})
         try:
