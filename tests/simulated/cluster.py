@@ -30,7 +30,7 @@ _REQUESTS_S = 40.0
 
 class Cluster:
     """Attributes: links: by identity. memories: by number. dead: processes that have ended.
-    differing: the share of canaries that find other KV.
+    differing: the share of canaries that find other KV. unnamed: of engines that are.
     """
 
     def __init__(self, seed: int) -> None:
@@ -48,6 +48,9 @@ class Cluster:
         self.quiets = 0
         self.excused_until_s = 0.0
         self.differing = world.random.choice([0.0, 0.05, 0.3])
+        self.unnamed = world.random.choice([0.0, 0.2, 1.0])
+        self.prompts = world.random.sample(PROMPTS, world.random.choice([2, 5, len(PROMPTS)]))
+        self._models = world.random.sample(MODELS, world.random.choice([1, 2, len(MODELS)]))
         self._request_s = world.random.choice([0.02, 0.05])
         self._copy_s = world.random.choice([0.001, 0.003, 0.03])
         # Each seed has its own mixture: what is rare in one is frequent in another.
@@ -108,7 +111,7 @@ class Cluster:
         self._next_fault()
 
     def _new_engine(self) -> None:
-        model = self.world.random.choice(MODELS)
+        model = self.world.random.choice(self._models)
         engine = Engine(self, model, f"engine {next(self.numbers)}", self.config)
         self.engines.append(engine)
         if self.world.chance(0.2):
@@ -160,7 +163,7 @@ class Cluster:
         world, redis = self.world, self.tiers[-1]
         engine = world.random.choice(self.engines)
         forms = [form for forms in engine.forms for form in forms]
-        hashes = [engine.epoch + each for each in world.random.choice(PROMPTS)]
+        hashes = [engine.epoch + each for each in world.random.choice(self.prompts)]
         if world.chance(0.3):
             redis.claim([form.key(each) for form in forms for each in hashes])
         else:

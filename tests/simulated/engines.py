@@ -221,7 +221,7 @@ class Engine:
         self.cluster, self.model, self.engine_id = cluster, model, engine_id
         self.is_gone = False
         self.silent_until_s = 0.0
-        self.is_unnamed = not model.elsewhere and self.world.chance(0.2)
+        self.is_unnamed = not model.elsewhere and self.world.chance(cluster.unnamed)
         self.pid = 1_000_000 + next(cluster.numbers)
         self.client_id = f"client {self.pid}"
         self.epoch = b""

@@ -90,6 +90,8 @@ class Host:
         self._on_stop = on_stop
         self.arena = Arena(config.pool_bytes, config.slot_bytes)
         more = [Backing(each, DISK, config.write_queue_limit_bytes) for each in tiers[:-1]]
+        for each in tiers:
+            each.open()
         redis: Any = tiers[-1]
         redis.probed_at_s = world.now_s + world.soon(0.1)
         agent = Agent.of(config, self.arena, redis, more, world.now)
@@ -163,6 +165,8 @@ class Host:
         agent.cache.close(0.1)
         while agent.loop._posted:
             agent.loop.run_posted()
+            for tier in self.tiers:
+                tier.close(0.1)  # a closed tier takes no jobs
         self.audit()
         if pinned := [entry for entry in _all(agent) if entry.pins]:
             raise Violation(f"the agent has stopped with {pinned}")
@@ -170,9 +174,7 @@ class Host:
 
     def end(self) -> None:
         for tier in self.tiers:
-            for event, _ in tier.jobs.values():
-                event.cancel()
-            tier.jobs.clear()
+            tier.forget()
         self.copies.running.clear()
         self.agent.wakeup.close()
 

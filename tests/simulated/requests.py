@@ -54,7 +54,7 @@ class Asking:
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine, self._world = engine, engine.world
         choose = self._world.random
-        hashes = choose.choice(PROMPTS)
+        hashes = choose.choice(engine.cluster.prompts)
         count = choose.randint(1, len(hashes))
         self._request = Request(name, tuple(engine.epoch + each for each in hashes[:count]))
         self._first = choose.choice([0, 0, 0, min(1, count - 1), count - 1])

@@ -32,6 +32,7 @@ from tests.simulated.world import Event, World, content, scribble
 
 ODD = [each for each in ReadOutcome if each not in (ReadOutcome.LOADED, ReadOutcome.CANCELLED)]
 KEPT_CHUNKS = 400
+_CLOSED = "closed"
 
 
 class SimulatedTier(MemoryTier):
@@ -59,6 +60,7 @@ class SimulatedTier(MemoryTier):
         self.jobs: dict[ChunkIO, tuple[Event, Callable[[bool], None]]] = {}
         self._told: Callable[[Sequence[bytes], bool], None] | None = None
         self._numbers: dict[bytes, int] = {}
+        self._calls: dict[Event, Callable[[], None]] = {}
         self._world = world
         self._free_s = 0.0  # when its link is
 
@@ -230,10 +232,27 @@ class SimulatedTier(MemoryTier):
             event.cancel()
             self.jobs[job] = self._world.after(self._world.soon(0.001), lambda: end(True)), end
 
+    def forget(self) -> None:
+        """Who has asked is there no longer."""
+        for event in [*self._calls, *(event for event, _ in self.jobs.values())]:
+            event.cancel()
+        self._calls.clear()
+        self.jobs.clear()
+
+    def open(self) -> None:
+        """A new agent uses it."""
+        if self.reason == _CLOSED:
+            self.reason = ""
+
     def close(self, deadline_s: float) -> bool:
+        self.reason = self.reason or _CLOSED
         for event, end in [*self.jobs.values()]:
             event.cancel()
             end(True)
+        while self._calls:
+            event, call = self._calls.popitem()
+            event.cancel()
+            call()
         return True
 
     def _begin(self, job: ChunkIO, ended: Callable[[bool], None]) -> None:
@@ -254,11 +273,17 @@ class SimulatedTier(MemoryTier):
         world = self._world
         if self.reason or world.chance(0.05):
             call()  # before the call returns
-        elif self.silent_until_s > world.now_s:
-            world.at(deadline_s, call)
-        else:
-            delay_s = world.soon(self.latency_s * self.slower)
-            world.at(max(world.now_s, min(world.now_s + delay_s, deadline_s)), call)
+            return
+        due_s = deadline_s
+        if self.silent_until_s <= world.now_s:
+            due_s = min(due_s, world.now_s + world.soon(self.latency_s * self.slower))
+
+        def answer() -> None:
+            del self._calls[event]
+            call()
+
+        event = world.at(max(world.now_s, due_s), answer)
+        self._calls[event] = call
 
     def _unsure(self, done: Done[ExistsResult]) -> Done[ExistsResult]:
         """Of some keys it is not known."""

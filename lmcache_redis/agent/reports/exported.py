@@ -83,7 +83,7 @@ def pages_of(agent: Agent, ask: _Ask) -> dict[str, WsgiApp]:
     exposed, history, metrics = agent.config.expose_requests, History(), agent.cache.metrics
 
     def sample() -> None:
-        history.take(metrics.snapshot(), time.monotonic())
+        history.take(metrics.snapshot(), agent.loop.now())
 
     sample()
     agent.loop.every(SAMPLE_S, sample)
@@ -95,7 +95,7 @@ def pages_of(agent: Agent, ask: _Ask) -> dict[str, WsgiApp]:
 
     def read() -> tuple[dict[str, Any], list[Minute], list[PastRequest]]:
         status = status_report(agent)
-        hour = history.minutes(status["counters"], time.monotonic())
+        hour = history.minutes(status["counters"], agent.loop.now())
         return status, hour, last_misses(agent)
 
     def status_json(_: Mapping[str, Any], start: Any) -> list[bytes]:

@@ -53,7 +53,7 @@ _FIELDS: Final = 1 + len(_COUNTERS)
 
 
 class History:
-    """The samples of the last hour. Owned by the loop thread. Times are `time.monotonic()`."""
+    """The samples of the last hour. Owned by the loop thread. Times are of its clock."""
 
     def __init__(self) -> None:
         self._values = array("d", bytes(8 * _FIELDS * _SAMPLES))
