@@ -78,6 +78,30 @@ def test_a_hit_is_a_prefix_that_is_pinned(agent: Agent, client: SchedulerClient)
     assert client.pinned_tokens("s") == 0
 
 
+def test_how_an_agent_wants_to_be_asked(tmp_path: Path) -> None:
+    """Nothing is known before. Chunks before the first are named to an agent that counts them."""
+    agent = Agent(tmp_path)
+    client = SchedulerClient(
+        agent.endpoint, "model", 1, 16, engine_id="engine", agent_dead_after_s=WAIT_S
+    )
+    for every, store_after in ((0, 1), (7, 2)):
+        known = client.chunk_size_tokens(), client.canary_every, client.names_before
+        assert known == ((64, 0, False) if store_after == 2 else (0, 0, False))
+        (hello,) = agent.receive()
+        welcome = m.Welcome(hello.call_id, "agent", 1, 2, 64, 60.0, "0", every, store_after)
+        agent.answer(welcome)
+        assert client.link.wait_for(lambda: client.link.online, WAIT_S)
+        assert (client.canary_every, client.names_before) == (every, store_after == 2)
+        client.begin_lookup(f"r{every}", HASHES[2:], first_chunk=2, before=HASHES[:2])
+        (question,) = agent.receive()
+        assert isinstance(question, m.Lookup)
+        assert question.before == (HASHES[:2] if store_after == 2 else ())
+        agent.answer(m.Failure(0, m.UNKNOWN_PEER, "restarted"))
+        assert client.link.wait_for(lambda: not client.link.online, WAIT_S)
+    client.shutdown()
+    agent.close()
+
+
 def test_answers_that_come_in_another_order_are_each_their_own(
     agent: Agent, client: SchedulerClient
 ) -> None:
