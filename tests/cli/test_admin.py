@@ -189,7 +189,7 @@ def test_purge(client: Any, known: dict[str, str], redis_server: RedisServer) ->
     assert client.exists(*gone.keys) == 3
     done = run("purge", "--model", "org/model", "--yes", **known)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "removed 1 chunk (3 keys, 9.6 KiB) in " in done.stdout
+    assert "removed 1 chunk (3 keys, 10.0 KiB) in " in done.stdout
     assert everything(redis_server) == before
     again = run("purge", "--model", "org/model", "--yes", **known)
     assert "nothing to remove" in again.stdout
