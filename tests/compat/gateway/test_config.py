@@ -113,7 +113,7 @@ def test_every_setting_has_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {
         "listen": "lm://[::1]:7", "redis_url": "redis://cache:6379/2", "redis_username": "someone",
         "redis_password_file": "/run/password", "redis_credential_provider": "a.b:C",
-        "seal_key_file": "seal.keys",
+        "seal_key_file": "seal.keys", "compress": "lossless",
         "key_prefix": "ours:", "memory_bytes": "2GiB", "disk_path": "/data", "disk_size": "1TB",
         "buffer_bytes": "64MiB", "max_payload_bytes": "32MiB",
         "max_connections": "7", "max_connections_per_peer": "5", "threads": "3",
