@@ -26,6 +26,7 @@ from prometheus_client import generate_latest
 from lmcache_redis.agent.reports.exported import metrics_of
 from lmcache_redis.agent.reports.history import History
 from lmcache_redis.agent.reports.page import page
+from lmcache_redis.chunks.keys import hash_tag
 from lmcache_redis.cli.shown import frame
 from lmcache_redis.cli.status import rows
 from lmcache_redis.cli.why import request_lines
@@ -79,18 +80,20 @@ def keep_one_each(directory: Path, server: RedisServer, names: Sequence[bytes]) 
     """Two chunks are on disk, the third is an object, the fourth is in Redis. The fifth is a
     damaged object.
     """
-    on_disk, as_object, in_redis = {*names[:2]}, {names[2], names[4]}, {names[3]}
+    on_disk = names[:2]
+    # Keys end with these.
+    as_object, damaged, in_redis = (hash_tag(names[at]) for at in (2, 4, 3))
     for path in (directory / "disk").rglob("*.lmcr"):
         if not any(name in path.read_bytes()[:4096] for name in on_disk):
             path.unlink()
     for path in (directory / "objects").iterdir():
-        if not any(path.name.endswith(name.hex()) for name in as_object):
+        if not path.name.endswith((as_object.hex(), damaged.hex())):
             path.unlink()
-        elif path.name.endswith(names[4].hex()):
+        elif path.name.endswith(damaged.hex()):
             path.write_bytes(path.read_bytes()[:-1] + b"\x00\x00")
     with server.client() as client:
         for key in client.keys("*"):
-            if not any(name in key for name in in_redis):
+            if in_redis not in key:
                 client.delete(key)
 
 
