@@ -108,7 +108,7 @@ def test_a_seal_that_nobody_made() -> None:
         assert placed(codec, with_right_checksums(value), 0) is outcome
 
 
-def test_a_sealed_stripe_of_another_place_with_a_header_of_this_one() -> None:
+def test_a_sealed_stripe_with_the_header_of_another_place() -> None:
     codec, chunk = Sealed(KEYS), Chunk(1, SIZE, SLOT, seed=1)
     other_chunk = value_of(codec, Chunk(2, SIZE, SLOT, seed=2), 2)
     assert placed(codec, bytes(other_chunk), 2) is FOREIGN
@@ -121,7 +121,7 @@ def test_a_sealed_stripe_of_another_place_with_a_header_of_this_one() -> None:
     assert placed(codec, with_right_checksums(other_stripe), 1) is CORRUPT
 
 
-def test_sealed_and_plain_readers_do_not_open_what_the_other_stores() -> None:
+def test_sealed_and_plain_readers_do_not_open_each_others() -> None:
     chunk = Chunk(1, SIZE, SLOT, seed=1)
     for writer, reader in ((Plain(), Sealed(KEYS)), (Sealed(KEYS), Plain())):
         for index in STRIPES:

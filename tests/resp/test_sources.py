@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lmcache_redis.resp.maps import Answer, ServerMap
@@ -17,6 +17,7 @@ from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.sources import PANEL, Doubt, Sources
 
 pytestmark = pytest.mark.unit
+few = settings(max_examples=40)  # each has many rounds
 
 NODES = [Endpoint(Transport.TCP, f"node-{number}", 1) for number in range(9)]
 SEEDS = [Endpoint(Transport.TCP, f"seed-{number}", 1) for number in range(3)]
@@ -73,6 +74,7 @@ OLD, NEW, OTHER = (ServerMap((node,)) for node in NODES[6:9])
 chances = st.integers(0, 1 << 32)
 
 
+@few
 @given(chances, st.sampled_from([(1, ""), (2, "s_down"), (1, "s_down"), (None, "")]))
 def test_a_sentinel_that_is_outdated_is_left(seed: int, old: tuple[int | None, str]) -> None:
     """It was alone at first. The others know better by epoch, by what they see, or are more."""
@@ -90,6 +92,7 @@ def test_a_sentinel_that_is_outdated_is_left(seed: int, old: tuple[int | None, s
         assert world.map == NEW
 
 
+@few
 @given(chances)
 def test_a_cluster_is_asked_where_it_is_not_cut_off(seed: int) -> None:
     before, after = map_of(*NODES[:6]), map_of(NODES[6], *NODES[1:6])
@@ -108,6 +111,7 @@ def test_a_cluster_is_asked_where_it_is_not_cut_off(seed: int) -> None:
         assert world.map == after
 
 
+@few
 @given(chances)
 def test_clients_spread_and_change_and_leave_the_seeds(seed: int) -> None:
     world = cluster(seed)
@@ -148,6 +152,7 @@ def test_a_cluster_that_begins_anew(seed: int) -> None:
         assert rounds < 8
 
 
+@few
 @pytest.mark.parametrize("doubt", [Doubt.NONE, Doubt.MOVED])
 @given(seed=chances)
 def test_a_map_that_works_stays_while_its_epoch_may_be_known(doubt: Doubt, seed: int) -> None:
@@ -237,6 +242,7 @@ def test_who_knows_the_servers_of_more_slots_is_believed(seed: int, doubt: Doubt
     assert world.map == partial
 
 
+@few
 @given(chances, st.sampled_from([*Doubt]))
 def test_slots_that_nobody_has_change_nothing_else(seed: int, doubt: Doubt) -> None:
     """An older epoch is not believed for its slots; equal maps do not take turns."""
@@ -259,6 +265,7 @@ def test_slots_that_nobody_has_change_nothing_else(seed: int, doubt: Doubt) -> N
     assert len([pair for pair in itertools.pairwise(believed) if pair[0] != pair[1]]) <= 1
 
 
+@few
 @given(chances)
 def test_slots_that_move_are_asked_for_at_one_node(seed: int) -> None:
     world = cluster(seed)
