@@ -23,6 +23,7 @@ ROW = PlanRow(
     disk_bytes=0,
     redis_bytes=64 * GIB,
     engine_bytes=0,
+    redis_ratio=1.0,
     store_after=1,
     requests=10,
     prompt_tokens=1000,
