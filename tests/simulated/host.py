@@ -50,7 +50,6 @@ def config_of(world: World) -> AgentConfig:
         write_queue_bytes=choose([20_000, 1 << 20]),
         warm_bytes=choose([0, 0, 100_000]),
         lookup_deadline_s=choose([0.5, 2.0]),
-        session_timeout_s=20.0,
         copy_threads=choose([1, 2]),
         store_after=choose([1, 1, 2]),
         canary_every=5,
@@ -299,6 +298,7 @@ def in_this(
         mock.patch("lmcache_redis.agent.registering.open_device", open_device),
         mock.patch("lmcache_redis.agent.registering.check_exporter"),
         mock.patch("lmcache_redis.agent.peers.has_ended", lambda pid, started: pid in dead),
+        mock.patch("lmcache_redis.agent.sessions.SESSION_TIMEOUT_S", 20.0),
         mock.patch("time.time", world.now),
         mock.patch("time.time_ns", now_ns),
     ):
