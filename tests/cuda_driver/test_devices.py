@@ -50,6 +50,19 @@ def test_visible_devices_are_chosen(
             driver.device_uuids()
 
 
+def test_a_device_is_no_ordinal() -> None:
+    cuda_driver.set("devices", 2)
+    cuda_driver.set("first_device", 7)
+    assert driver.device_uuids() == [FIRST, SECOND]
+    assert driver.device_name(1) == "Stub GPU"
+    assert driver.device_attribute(driver.Attribute.COMPUTE_MODE, 1) == 0
+    driver.set_context(driver.retain_context(1))
+    assert more.current_device() == 8
+    driver.release_context(1)
+    with refused(101):
+        driver._device_attribute(driver.Attribute.COMPUTE_MODE, 1)
+
+
 def test_memory_belongs_to_the_gpu_of_the_context() -> None:
     cuda_driver.set("devices", 2)
     contexts = [driver.retain_context(ordinal) for ordinal in range(2)]
@@ -180,6 +193,17 @@ def test_a_fork_has_no_gpu(context: int) -> None:
 
 def test_a_fork_before_the_first_call_has_its_own() -> None:
     in_a_fork(lambda: driver.set_context(driver.retain_context(0)))
+    assert cuda_driver.counts() == {}
+
+
+def test_a_process_is_without_the_library_again(context: int) -> None:
+    driver.create_stream()
+    cuda_driver.unload()
+    if "LD_LIBRARY_PATH" not in os.environ and not os.path.exists("/dev/nvidiactl"):
+        with pytest.raises(driver.DriverError, match="no NVIDIA driver here"):
+            driver.device_uuids()
+    cuda_driver.load()
+    assert driver.device_uuids() == [FIRST]
     assert cuda_driver.counts() == {}
 
 
