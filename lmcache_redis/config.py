@@ -180,7 +180,7 @@ class TierSettings:
     compress: str = setting(
         "lossless: keep floating-point numbers in Redis in fewer bytes, bit for bit, where that "
         "saves some; all read both",
-        "off",
+        "lossless",
         choices=("off", "lossless"),
     )
     key_prefix: bytes = setting("prefix of every key, for a server that others use too", b"")
