@@ -81,7 +81,8 @@ def parse_stripe_key(data: bytes, key_prefix: bytes = b"") -> tuple[bytes, Objec
 def claim_key(chunk_key: bytes, key_prefix: bytes) -> bytes:
     """The Redis key that a writer of the chunk sets for a while, so that no other writes it."""
     digest = hashlib.blake2b(chunk_key, digest_size=8).hexdigest()
-    tag = chunk_key[chunk_key.rfind(b"{") :]
+    # A model's name or a rank may have a brace: the first decides where the chunk lies.
+    tag = chunk_key[chunk_key.find(b"{", len(key_prefix)) :]
     return b"%b%b%b%b" % (key_prefix, _CLAIM_MAGIC, digest.encode(), tag)
 
 

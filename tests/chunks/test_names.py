@@ -31,8 +31,10 @@ def test_a_chunk_key_is_read_out_of_a_stripes_key() -> None:
     assert chunk_key_in(stripe_key(key, 3), b"") is None
 
 
-def test_a_claim_is_the_key_of_no_chunk() -> None:
-    key = ChunkForm.of(NAMES, "org/model", 7, opaque_pages(100), 64).key(b"h" * 32)
+@pytest.mark.parametrize("model", ["org/model", "a{b", "{a}b", "m" * 123])
+@pytest.mark.parametrize("rank", [7, 0x7B017B00])
+def test_a_claim_is_the_key_of_no_chunk(model: str, rank: int) -> None:
+    key = ChunkForm.of(NAMES, model, rank, opaque_pages(100), 64).key(b"h" * 32)
     claim = claim_key(key, b"mine:")
     assert claim.startswith(b"mine:lmcr2:")
     assert slot_of(claim) == slot_of(stripe_key(key, 3))
