@@ -118,7 +118,7 @@ def test_two_such_prompts_at_once_take_turns(agent: AgentServer) -> None:
         assert engine.lookup("b", another) == CHUNKS * CHUNK
         loads.append(retrieve(engine, "b", another, parts[3]))
         wait_until(lambda: all(load.call.done for load in loads), "both loads")
-        assert [load.failed_chunks for load in loads] == [[], []]
+        assert not any(load.failed_chunks for load in loads)
         for tensor in engine.caches[0].values():
             assert torch.equal(tensor[: 2 * BLOCKS], tensor[2 * BLOCKS : 4 * BLOCKS])
         for request_id in "ab":

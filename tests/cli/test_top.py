@@ -43,8 +43,12 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentServer]:
     with (
         RedisServer(directory) as server,
         AgentServer(
-            directory / "agent", server.unix_url, disk_path=directory / "disk", disk_size=64 << 20
-        ) as agent,
+            directory / "agent",
+            server.unix_url,
+            disk_path=directory / "disk",
+            disk_size=64 << 20,
+            compress="off",
+        ) as agent,  # fmt: skip
     ):
         yield agent
 

@@ -55,7 +55,12 @@ def run(engine: Engine, agent: AgentServer) -> None:
 
 def serve(directory: Path, url: str, chunks: int, **more: Any) -> dict[str, float]:
     """The hit rates of an agent with a host pool of so many chunks."""
-    options = {"pool_bytes": chunks * SLOT_BYTES, "slot_bytes": SLOT_BYTES, **more}
+    options = {
+        "pool_bytes": chunks * SLOT_BYTES,
+        "slot_bytes": SLOT_BYTES,
+        "compress": "off",
+        **more,
+    }
     with (
         AgentServer(directory, url, **options) as agent,
         Engine(agent.endpoint, layers=1, num_blocks=MOST_CHUNKS * BLOCKS_PER_CHUNK) as engine,

@@ -119,7 +119,7 @@ def test_a_scrape_says_what_was_served(tmp_path: Path) -> None:
                 "gateway_open_connections": 1,
                 "gateway_buffer_size_bytes": 8 << 20,
                 "gateway_up": 1,
-                "stored_bytes_total redis": 300_000,
+                "plain_bytes_total redis": 300_000,
             }
             assert {name: found()[name] for name in expected} == expected
             page = text_string_to_metric_families(get(port, "/metrics")[1])
