@@ -106,10 +106,24 @@ BY_HAND(plain, )
 
 #if defined(__x86_64__)
 
-#define AVX2 __attribute__((target("avx2,bmi,popcnt")))
-#define AVX512                                                                                     \
-    __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi,bmi2,popcnt,"      \
-                          "prefer-vector-width=512")))
+/* What a processor needs to have: compilers are told so, and it is asked for. */
+#define AVX2_NEEDS(first, next) first("avx2") next("bmi") next("popcnt")
+#define AVX512_NEEDS(first, next)                                                                  \
+    first("avx512f") next("avx512bw") next("avx512vl") next("avx512vbmi") next("avx512vbmi2")      \
+        next("bmi") next("bmi2") next("popcnt")
+#define NAME(feature) feature
+#define NEXT_NAME(feature) "," feature
+#define HAS(feature) __builtin_cpu_supports(feature)
+#define AND_HAS(feature) && __builtin_cpu_supports(feature)
+
+#if defined(__clang__)
+#define WIDE "" /* it would ignore all of the attribute */
+#else
+#define WIDE ",prefer-vector-width=512"
+#endif
+
+#define AVX2 __attribute__((target(AVX2_NEEDS(NAME, NEXT_NAME))))
+#define AVX512 __attribute__((target(AVX512_NEEDS(NAME, NEXT_NAME) WIDE)))
 
 AVX2 inlined uint64_t tops_avx2(const uint8_t *codes, uint8_t top)
 {
@@ -369,14 +383,12 @@ bool tiles_use(const char *vectors)
     }
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (strcmp(vectors, "avx2") == 0 && __builtin_cpu_supports("avx2") &&
-        __builtin_cpu_supports("bmi")) {
+    if (strcmp(vectors, "avx2") == 0 && AVX2_NEEDS(HAS, AND_HAS)) {
         pack_with = pack_avx2;
         unpack_with = unpack_avx2;
         return true;
     }
-    if (strcmp(vectors, "avx512") == 0 && __builtin_cpu_supports("avx512vbmi2") &&
-        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("bmi2")) {
+    if (strcmp(vectors, "avx512") == 0 && AVX512_NEEDS(HAS, AND_HAS)) {
         pack_with = pack_avx512;
         unpack_with = unpack_avx512;
         return true;
