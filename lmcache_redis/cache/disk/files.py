@@ -31,6 +31,7 @@ from lmcache_redis.cache.disk.format import (
     FILE_NAME,
     PAGE_BYTES,
     TEMPORARY_SUFFIX,
+    OtherVersionError,
     StoredFile,
     StoredShape,
     check_page,
@@ -177,7 +178,8 @@ class Scan:
     """One pass over a locked directory, when the tier is opened: 50 to 80 µs a file.
 
     The first page and the size of every file are checked; payloads are not read. Invalid and
-    unfinished files are removed, with a log line each, and the older of two files of one chunk.
+    unfinished files are removed, with a log line each, and the older of two files of one chunk;
+    those of other versions with one for all.
     Files whose names do not have the tier's form, and those that cannot be opened, are left alone
     and logged once. Raises OSError if the directory cannot be listed.
 
@@ -189,10 +191,19 @@ class Scan:
         self._newest: dict[bytes, tuple[int, StoredFile]] = {}  # by key; when it was used
         self._cuts: dict[StoredShape, StoredShape] = {}
         self._left_alone: list[str] = []
+        self._outdated: list[str] = []  # what each is
         for path in self._paths():
             if is_stopped():
                 break
             self._look_at(path)
+        if self._outdated:
+            logger.warning(
+                "%d files in %s are removed, written by another version of the package; of the "
+                "first: %s",
+                len(self._outdated),
+                directory,
+                self._outdated[0],
+            )
         if self._left_alone:
             logger.warning(
                 "%d files in %s are left alone: they do not belong to the disk tier or cannot be "
@@ -222,6 +233,9 @@ class Scan:
     def _look_at(self, path: str) -> None:
         try:
             found = self._described(path)
+        except OtherVersionError as error:
+            self._outdated.append(str(error))
+            _unlink(path)
         except FormatError as error:
             self._remove(path, str(error))
         except OSError as error:
@@ -262,10 +276,14 @@ class Scan:
 
     def _remove(self, path: str, why: str) -> None:
         logger.warning("%s is removed: %s", path, why)
-        try:
-            remove_file(path)
-        except OSError as error:
-            logger.warning("%s could not be removed: %s", path, error.strerror)
+        _unlink(path)
+
+
+def _unlink(path: str) -> None:
+    try:
+        remove_file(path)
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", path, error.strerror)
 
 
 def _entries(path: str) -> list[os.DirEntry[str]]:

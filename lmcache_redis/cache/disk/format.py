@@ -38,7 +38,13 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from lmcache_redis.chunks.frame import HEADER_BYTES, STORE_ID_BYTES, ChunkFrame, describe_header
+from lmcache_redis.chunks.frame import (
+    HEADER_BYTES,
+    MAGIC,
+    STORE_ID_BYTES,
+    ChunkFrame,
+    describe_header,
+)
 from lmcache_redis.chunks.keys import hash_in, hash_tag
 from lmcache_redis.errors import FormatError
 
@@ -52,6 +58,11 @@ _KEY_HEAD = struct.Struct("<4sHHQ")
 _KEY_AT = HEADER_BYTES + _KEY_HEAD.size
 _MAGIC = b"LMCK"
 _VERSION = 3
+_HEADER_BYTES = slice(6, 8)  # of a header, in all versions
+
+
+class OtherVersionError(FormatError):
+    """A file is of another version of this format."""
 
 
 class StoredShape(NamedTuple):
@@ -127,19 +138,29 @@ def check_page(page: bytes | bytearray, key: bytes, frame: ChunkFrame) -> int:
     found = frame.check_header(page, 0)
     if not found.ok:
         raise FormatError(f"its header is {found.verdict.value}")
+    if found.element_bytes:
+        raise FormatError("its header is that of a packed payload")
     if page[HEADER_BYTES:] != _key_part(key):
         raise FormatError("its key is damaged or different")
     return found.checksum
 
 
 def parse_page(page: bytes) -> tuple[bytes, StoredShape]:
-    """Key and cut of a file. Raises FormatError unless its first page is undamaged."""
+    """Key and cut of a file. Raises FormatError unless its first page is undamaged.
+
+    Raises OtherVersionError if it says that it is of another version.
+    """
     if len(page) != PAGE_BYTES:
         raise FormatError(f"it ends after {len(page)} bytes")
-    header = describe_header(page)  # of another version, the key lies elsewhere
-    magic, version, key_bytes, _ = _KEY_HEAD.unpack_from(page, HEADER_BYTES)
-    if magic == _MAGIC and version != _VERSION:
-        raise FormatError(f"it is of version {version}, not {_VERSION}")
+    header_bytes = int.from_bytes(page[_HEADER_BYTES], "little")  # others have headers of others
+    if page[: len(MAGIC)] == MAGIC and header_bytes <= PAGE_BYTES - _KEY_HEAD.size:
+        magic, version, *_ = _KEY_HEAD.unpack_from(page, header_bytes)
+        if magic == _MAGIC and version != _VERSION:
+            raise OtherVersionError(f"it is of version {version}, not {_VERSION}")
+    header = describe_header(page)
+    if header.element_bytes:
+        raise FormatError("its header is that of a packed payload")
+    _, _, key_bytes, _ = _KEY_HEAD.unpack_from(page, HEADER_BYTES)
     key = page[_KEY_AT : _KEY_AT + key_bytes]
     if len(key) != key_bytes or page[HEADER_BYTES:] != _key_part(key):
         raise FormatError("its key is damaged")

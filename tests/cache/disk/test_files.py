@@ -16,8 +16,14 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.cache.disk.files import LOCK_NAME, ChunkFiles, Scan, read_chunk
-from lmcache_redis.cache.disk.format import PAGE_BYTES, file_path, pack_page
-from lmcache_redis.chunks.frame import ChunkFrame, describe_header
+from lmcache_redis.cache.disk.format import PAGE_BYTES, check_page, file_path, pack_page
+from lmcache_redis.chunks.frame import (
+    HEADER_BYTES,
+    ChunkFrame,
+    add_checksums,
+    describe_header,
+    mark_packed,
+)
 from lmcache_redis.chunks.keys import ObjectKey, hash_tag
 from lmcache_redis.chunks.names import TENSORS, key_stem
 from lmcache_redis.errors import FormatError
@@ -104,6 +110,42 @@ def test_a_file_of_another_version_is_removed(
     assert Scan(directory).found == []
     assert not path.exists()
     assert "of version 1" in caplog.text
+
+
+def test_files_of_an_earlier_version_are_removed_with_one_line(
+    path: Path, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The key was elsewhere then, behind a shorter header of version 1."""
+    raw = bytearray(path.read_bytes())
+    struct.pack_into("<HH", raw, 4, 1, 512)
+    struct.pack_into("<4sHHQ", raw, 512, b"LMCK", 2, len(CHUNK_KEY), 0)
+    for sequence in range(5, 8):
+        path.with_name(f"{path.name[:41]}{sequence:016x}.lmcr").write_bytes(raw)
+    assert len(files_in(directory)) == 3
+    assert Scan(directory).found == []
+    assert files_in(directory) == []
+    (record,) = caplog.records
+    assert "3 files" in record.message
+    assert "it is of version 2, not 3" in record.message
+
+
+def test_a_packed_payload_is_none_of_a_file(
+    path: Path, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its payload is as long as it says, and has the checksum."""
+    payload = bytes(1000)
+    frame = NAMES.frame(KEY, metadata_of(len(payload)), 1000)
+    page = pack_page(CHUNK_KEY, frame, xxh3_64_intdigest(payload))
+    assert check_page(page, CHUNK_KEY, frame) == xxh3_64_intdigest(payload)
+    header = page[:HEADER_BYTES]
+    mark_packed(header, 2, 999)
+    add_checksums(header, xxh3_64_intdigest(payload))
+    page[:HEADER_BYTES] = header
+    with pytest.raises(FormatError, match="packed"):
+        check_page(page, CHUNK_KEY, frame)
+    path.write_bytes(page + payload)
+    assert Scan(directory).found == []
+    assert "packed" in caplog.text
 
 
 def test_a_header_of_another_version_says_so(
