@@ -148,9 +148,8 @@ class ChunkIO:
     contiguous memoryview for each stripe, of exactly its payload's size, writable for a read; they
     belong to the tier from the call until `done`. deadline: of the owner's clock. tag: for
     the caller's use. is_asked_for: a load is a use of the chunk, so its TTL may start again.
-    tenant: 8 bytes of a digest of who stores it, or empty. stored_bytes: of a write that is STORED,
-    what the tier keeps of the payload in fewer bytes; 0: all of it. Compared and hashed by
-    identity.
+    tenant: 8 bytes of a digest of who stores it, or empty. stored_bytes: how many bytes a tier has
+    stored for the payload of a write, if it counts them; else 0. Compared and hashed by identity.
     """
 
     key: bytes

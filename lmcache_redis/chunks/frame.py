@@ -42,6 +42,8 @@ VERSION = 2
 STORE_ID_BYTES = 16
 FINGERPRINT_BYTES = 32
 MAX_STRIPES = 0xFFFF
+# Up to this size xxh3 has another algorithm, which the native extension lacks. None is packed.
+SHORT_BYTES = 240
 STORE_ID = slice(8, 24)
 FLAGS_AT = 28
 PAYLOAD_CHECKSUM = slice(56, 64)
@@ -339,7 +341,8 @@ def is_expected(header: bytes, bare: bytes | bytearray, stored_bytes: int | None
     if masked[CODEC_AT] == PACKED:
         _, element_bytes, zeros, stored_bytes = _STORED_FORM.unpack(masked[_STORED_AT])
         payload_bytes = stored_form(bare)[0]
-        if element_bytes not in _ELEMENTS or any(zeros) or not 0 < stored_bytes < payload_bytes:
+        is_possible = element_bytes in _ELEMENTS and not any(zeros)
+        if not is_possible or not SHORT_BYTES < stored_bytes < payload_bytes:
             return False
         masked[_STORED_AT] = bare[_STORED_AT]
     return masked == bare

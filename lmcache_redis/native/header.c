@@ -43,7 +43,8 @@ bool header_is_expected(const uint8_t *header, const uint8_t *expected, size_t s
         uint8_t form[PLAIN_CHECKSUM_AT - STORED_FORM_AT] = {PACKED, element_bytes};
         const uint64_t stored_bytes = stored;
         memcpy(form + STORED_BYTES_AT - STORED_FORM_AT, &stored_bytes, sizeof stored_bytes);
-        if ((element_bytes != 1 && element_bytes != 2 && element_bytes != 4) ||
+        if (stored <= XXH3_SHORT_BYTES ||
+            (element_bytes != 1 && element_bytes != 2 && element_bytes != 4) ||
             memcmp(masked + STORED_FORM_AT, form, sizeof form)) {
             return false;
         }

@@ -31,7 +31,7 @@
 void header_add_checksums(uint8_t *header, const uint8_t *payload, size_t nbytes);
 
 /* Whether it is the expected one: its own checksum, and every field known in advance. stored: the
- * bytes behind it; a payload of fewer than `nbytes` must be packed. */
+ * bytes behind it; a payload of fewer than `nbytes` must be packed, and is never short. */
 bool header_is_expected(const uint8_t *header, const uint8_t *expected, size_t stored,
                         size_t nbytes);
 

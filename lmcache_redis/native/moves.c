@@ -246,7 +246,7 @@ static bool begin_packed(Call *call, const Task *task, Progress *p, size_t store
     const uint8_t *expected = task->header.data + (wanted - HEADER_BYTES);
     const uint8_t *header = p->first + p->line;
     const Bytes room = room_of(task, header);
-    if (stored <= XXH3_SHORT_BYTES || stored >= nbytes || stored > room.nbytes ||
+    if (stored >= nbytes || stored > room.nbytes ||
         !header_is_expected(header, expected, stored, nbytes)) {
         return false;
     }

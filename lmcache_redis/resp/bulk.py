@@ -6,7 +6,7 @@ each. It receives replies in the order of the requests. The native extension (`m
 stripes in one call, without the GIL. `PythonMover` does the same for TLS, and if the extension is
 missing. Each stripe ends with a definite result (`End`). A call returns after `QUIET_MS` of
 silence; the next call continues from a progress that only the mover reads. So the caller keeps the
-deadlines, and can redirect the rest of a reply to other memory between two calls.
+deadlines.
 
 A load expects the length of a plain value, and receives it in the slot. A value with fewer bytes
 counts if its header says that it is packed: the stored bytes are received in the room that comes
@@ -52,9 +52,6 @@ SLICE_S = 0.02
 MOST_TASKS = 48
 # The longest error reply.
 MOST_LINE_BYTES = 4096
-
-# Payloads up to this size have another algorithm of xxh3.
-SHORT_BYTES = 240
 
 # What a mover needs of a stripe: (command, header, payload, end). To load: the GET; ``$length``
 # CRLF and the expected header of a plain value, with its unknown fields zero; the slot; room for a
@@ -257,8 +254,10 @@ class _Progress:
             while self.got < start + kept:
                 self._fill_first(start + kept)
             header = bytes(self.first[start : start + kept])
-            if self.stored or self._begin_packed(task, header, start + kept, length - kept):
-                return self._receive_packed(task, header, start + kept, verify)
+            stored, start = length - kept, start + kept
+            is_whole = kept == HEADER_BYTES
+            if self.stored or (is_whole and self._begin_packed(task, header, start, stored)):
+                return self._receive_packed(task, header, start, verify)
             return End.OTHER_LENGTH, 0, header
         if self.got != start:
             return End.GARBAGE, 0, b""
@@ -267,7 +266,7 @@ class _Progress:
     def _begin_packed(self, task: Request, header: bytes, start: int, stored: int) -> bool:
         """Whether a value is a packed one that was asked for; some of it may have arrived."""
         _, expected, payload, _ = task
-        if not SHORT_BYTES < stored < len(payload):
+        if stored >= len(payload):
             return False
         bare = expected[len(expected) - HEADER_BYTES :]
         room = _room(task, header)

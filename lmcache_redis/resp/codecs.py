@@ -26,6 +26,7 @@ from lmcache_redis.chunks import packing
 from lmcache_redis.chunks.frame import (
     HEADER_BYTES,
     MAGIC,
+    SHORT_BYTES,
     STORE_ID,
     TENANT_BYTES,
     ChunkFrame,
@@ -38,7 +39,7 @@ from lmcache_redis.chunks.frame import (
 )
 from lmcache_redis.chunks.metadata import ENCODED_FORMATS
 from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.resp.bulk import MOST_TASKS, SHORT_BYTES, End, StripeFailure, unpacked
+from lmcache_redis.resp.bulk import MOST_TASKS, End, StripeFailure, unpacked
 from lmcache_redis.seal import Opened, SealKeys
 from lmcache_redis.tiers import ChunkIO, ReadOutcome
 

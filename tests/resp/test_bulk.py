@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis import native
-from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, Verdict, add_checksums
+from lmcache_redis.chunks.frame import (
+    HEADER_BYTES,
+    SHORT_BYTES,
+    ChunkFrame,
+    Verdict,
+    add_checksums,
+)
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import (
     RedisError,
@@ -28,7 +34,6 @@ from lmcache_redis.errors import (
 from lmcache_redis.resp.bulk import (
     MOST_LINE_BYTES,
     QUIET_MS,
-    SHORT_BYTES,
     End,
     MoveCall,
     Moved,

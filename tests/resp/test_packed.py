@@ -12,9 +12,15 @@ import threading
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, add_checksums, mark_packed
+from lmcache_redis.chunks.frame import (
+    HEADER_BYTES,
+    SHORT_BYTES,
+    ChunkFrame,
+    add_checksums,
+    mark_packed,
+)
 from lmcache_redis.chunks.packing import pack
-from lmcache_redis.resp.bulk import SHORT_BYTES, End, Moved, Request, Result
+from lmcache_redis.resp.bulk import End, Moved, Request, Result
 from lmcache_redis.resp.lanes import Mover
 from tests.fuzz.packed import elements_with
 from tests.resp.test_bulk import (
