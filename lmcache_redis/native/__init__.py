@@ -8,7 +8,8 @@ same work: slower for small stripes, and with more CPU time.
 `guard` is the module of `guard.c`, or None for the same reasons. Without it, an engine that
 truncates its memory during a copy ends the agent (`lmcache_redis.device.cpu`).
 
-`packing` is that of `packing_module.c`, or None: `lmcache_redis.chunks.packing` then uses numpy.
+`packing` is that of `packing_module.c`, or None for the same reasons. Without it, payloads are
+stored as they are: packing is slow in numpy. `lmcache_redis.chunks.packing` still unpacks with it.
 """
 
 from __future__ import annotations
@@ -35,4 +36,4 @@ def _load(name: str) -> tuple[ModuleType | None, str]:
 
 moves, why_not = _load("_moves")
 guard, _ = _load("_guard")
-packing, _ = _load("_packing")
+packing, why_not_packed = _load("_packing")

@@ -196,6 +196,9 @@ class BulkWorker:
             self._jobs.stop([task[0] for task in tasks], refusal)
         if self._is_sending and most < MOST_TASKS:
             most = 0  # the memory of one that was packed and sent in part is still needed
+        elif most < MOST_TASKS and not self._transfers.is_load:
+            # What gets no lane is packed again: only one is, for the next lane that is free.
+            most = min(most, max(1, len(self._idle)))
         return self._jobs.begin_all(self._queue.take_some(most))
 
     def _account(

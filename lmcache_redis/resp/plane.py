@@ -120,8 +120,10 @@ class RedisPlane:
             first, *others = [key_id.hex() for key_id in keys.ids]
             more = ", ".join(others) or "no other"
             logger.info("values are sealed with the key %s, and opened with it and %s", first, more)
-        if native.moves is None:
-            logger.warning("Stripes are moved by Python, which is slower: %s", native.why_not)
+        moved = "moved by Python, which is slower" if native.moves is None else ""
+        packed = "not packed" if native.packing is None else ""
+        if effects := ", and ".join(filter(None, (moved, packed))):
+            logger.warning("Stripes are %s: %s", effects, native.why_not or native.why_not_packed)
         self._jobs.timekeeper.start()
         try:
             self._nodes.start()

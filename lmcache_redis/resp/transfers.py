@@ -27,6 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
+from lmcache_redis import native
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.errors import (
     RedisClusterDown,
@@ -128,7 +129,9 @@ class Transfers(ABC):
     may_widen = True
 
     def __init__(self, server: DataServer) -> None:
-        packs = not self.is_load and server.options.compress == "lossless"
+        # numpy would hold the GIL for seconds a GiB.
+        may_pack = server.options.compress == "lossless" and native.packing is not None
+        packs = may_pack and not self.is_load
         self.codec = codec_of(server.options.seal_keys, packs)
         self._server = server
         self._options = server.options

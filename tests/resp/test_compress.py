@@ -10,6 +10,7 @@ import redis
 import torch
 from xxhash import xxh3_64_intdigest
 
+from lmcache_redis import native
 from lmcache_redis.chunks.frame import (
     HEADER_BYTES,
     add_checksums,
@@ -21,10 +22,12 @@ from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.resp.codecs import Plain, Sealed, StripeIO, codec_of, elements_of, pack
+from lmcache_redis.resp.jobs import StripeTask
+from lmcache_redis.resp.lanes import BulkWorker
 from lmcache_redis.seal import SealKeys
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.fuzz.packed import elements_with
-from tests.resp.helpers import Answers, Chunk, read, running, write
+from tests.resp.helpers import LEAST_CONNECTIONS, Answers, Chunk, read, running, write
 from tests.servers import RedisServer
 
 BOTH_WAYS = pytest.mark.usefixtures("both_ways")
@@ -82,6 +85,48 @@ def test_all_read_what_some_pack(
                 assert [each.content for each in loaded] == [each.content for each in chunks]
         header = describe_header(client.get(chunks[0].stripe_keys()[0]))
         assert (header.stored_bytes, header.element_bytes) == (header.payload_bytes, 0)
+
+
+@SEALED
+def test_nothing_is_packed_without_the_native_extension(
+    server: RedisServer,
+    client: redis.Redis,
+    keys: SealKeys | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What was packed is read."""
+    with running(server.url, seal_keys=keys, compress="lossless") as packing:
+        assert write(packing, numbers(1)) == [WriteOutcome.STORED]
+    assert "packed" not in caplog.text
+    monkeypatch.setattr(native, "packing", None)
+    with running(server.url, seal_keys=keys, compress="lossless") as plane:
+        assert "not packed" in caplog.text
+        assert write(plane, numbers(2)) == [WriteOutcome.STORED]
+        stored = [sum(map(client.strlen, numbers(n).stripe_keys())) for n in (1, 2)]
+        assert stored[0] < SIZE < stored[1]
+        assert read(plane, loaded := empty(1), empty(2)) == [ReadOutcome.LOADED] * 2
+        assert loaded.content == numbers(1).content
+
+
+@pytest.mark.parametrize("compress", ["lossless", "off"])
+def test_no_more_are_packed_than_lanes_wait_for(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, compress: str
+) -> None:
+    begin_next, taken, surplus = BulkWorker._begin_next, [0], [0]
+
+    def counted(worker: BulkWorker) -> list[StripeTask]:
+        begun = begin_next(worker)
+        if not worker._transfers.is_load:
+            taken.append(len(begun))
+            surplus.append(len(begun) - max(1, len(worker._idle)))
+        return begun
+
+    monkeypatch.setattr(BulkWorker, "_begin_next", counted)
+    with running(server.url, connections=LEAST_CONNECTIONS, compress=compress) as plane:
+        assert write(plane, *map(numbers, range(8))) == [WriteOutcome.STORED] * 8
+    assert sum(taken) >= 8 * numbers(1).stripe_count
+    assert (max(surplus) > 0) == (compress == "off")
 
 
 @BOTH_WAYS
