@@ -232,20 +232,34 @@ static bool is_verified(const Call *call, Progress *p, const uint8_t *header, co
 
 /* ---- packed payloads ---- */
 
+static const uint8_t *expected_of(const Task *task)
+{
+    return task->header.data + (task->header.nbytes - HEADER_BYTES);
+}
+
 /* Where the stored bytes go: sealed ones are opened by the caller, in the slot. */
 static Bytes room_of(const Task *task, const uint8_t *header)
 {
-    return header[FLAGS_AT] & SEALED ? task->payload : task->end;
+    return (header[FLAGS_AT] | expected_of(task)[FLAGS_AT]) & SEALED ? task->payload : task->end;
 }
 
-/* A value of another length begins with this header: whether it is a packed one that was asked for.
- * What has arrived behind the header is then where the rest follows. */
+/* Whether one is sealed and the other is not. */
+static bool is_other_kind(const Task *task, const uint8_t *header)
+{
+    return (header[FLAGS_AT] ^ expected_of(task)[FLAGS_AT]) & SEALED;
+}
+
+/* A value of another length begins with this header: whether it is a packed one that was asked for,
+ * or that but for the seal, which is received for the sake of the connection. What has arrived behind
+ * the header is then where the rest follows. */
 static bool begin_packed(Call *call, const Task *task, Progress *p, size_t stored)
 {
     const size_t wanted = task->header.nbytes, nbytes = task->payload.nbytes;
-    const uint8_t *expected = task->header.data + (wanted - HEADER_BYTES);
     const uint8_t *header = p->first + p->line;
     const Bytes room = room_of(task, header);
+    uint8_t expected[HEADER_BYTES];
+    memcpy(expected, expected_of(task), HEADER_BYTES);
+    expected[FLAGS_AT] ^= is_other_kind(task, header) ? SEALED : 0;
     if (stored >= nbytes || stored > room.nbytes ||
         !header_is_expected(header, expected, stored, nbytes)) {
         return false;
@@ -294,7 +308,7 @@ static int receive_packed(Call *call, const Task *task, Progress *p)
         return result;
     }
     const bool is_sealed = header[FLAGS_AT] & SEALED;
-    if (!is_verified(call, p, header, into, stored) ||
+    if (is_other_kind(task, header) || !is_verified(call, p, header, into, stored) ||
         (!is_sealed && !unpack_whole(call, task, header, into, stored))) {
         return ends(call, MISMATCH, header, HEADER_BYTES);
     }

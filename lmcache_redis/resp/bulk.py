@@ -67,7 +67,7 @@ class End(enum.IntEnum):
     DONE = 0
     NOTHING = 1  # no value
     LINE = 2  # an error reply; after a SET, any reply but OK
-    MISMATCH = 3  # a value of the right length is in the slot, but is not the expected one
+    MISMATCH = 3  # the value was received, but is not the expected one
     OTHER_LENGTH = 4  # a value of another length
     GARBAGE = 5  # no reply to the request
     LOST = 6  # the connection ended
@@ -264,11 +264,15 @@ class _Progress:
         return (End.LINE, 0, line) if line[:1] == b"-" else (End.NOTHING, 0, b"")
 
     def _begin_packed(self, task: Request, header: bytes, start: int, stored: int) -> bool:
-        """Whether a value is a packed one that was asked for; some of it may have arrived."""
-        _, expected, payload, _ = task
+        """Whether a value is a packed one that was asked for, or that but for the seal.
+
+        The latter is received for the sake of the connection. Some may have arrived.
+        """
+        payload = task[2]
         if stored >= len(payload):
             return False
-        bare = expected[len(expected) - HEADER_BYTES :]
+        bare = bytearray(task[1][-HEADER_BYTES:])
+        bare[FLAGS_AT] ^= _is_other_kind(task, header)
         room = _room(task, header)
         if len(room) < stored or not is_expected(header, bare, stored):
             return False
@@ -284,7 +288,7 @@ class _Progress:
     def _receive_packed(self, task: Request, header: bytes, start: int, verify: bool) -> Result:
         room = _room(task, header)[: self.stored]
         self._receive_rest(start, room)
-        if verify and not _is_undamaged(header, room):
+        if _is_other_kind(task, header) or (verify and not _is_undamaged(header, room)):
             return End.MISMATCH, 0, header
         is_sealed = header[FLAGS_AT] & SEALED
         if not is_sealed and not unpacked(header, room, task[2], verify):
@@ -302,7 +306,13 @@ def unpacked(header: bytes, stored: Buffer, payload: Buffer, verify: bool = True
 
 def _room(task: Request, header: bytes) -> memoryview:
     """Where stored bytes go that are not the payload; sealed ones are opened by the caller."""
-    return task[2] if header[FLAGS_AT] & SEALED else memoryview(task[3])
+    is_sealed = (header[FLAGS_AT] | task[1][FLAGS_AT - HEADER_BYTES]) & SEALED
+    return task[2] if is_sealed else memoryview(task[3])
+
+
+def _is_other_kind(task: Request, header: bytes) -> int:
+    """SEALED if one of what was found and what is expected is sealed, and the other is not."""
+    return (header[FLAGS_AT] ^ task[1][FLAGS_AT - HEADER_BYTES]) & SEALED
 
 
 def _is_undamaged(header: bytes, stored: memoryview) -> bool:

@@ -27,7 +27,16 @@ from lmcache_redis.resp.lanes import BulkWorker
 from lmcache_redis.seal import SealKeys
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.fuzz.packed import elements_with
-from tests.resp.helpers import LEAST_CONNECTIONS, Answers, Chunk, read, running, write
+from tests.resp.helpers import (
+    LEAST_CONNECTIONS,
+    Answers,
+    Chunk,
+    open_streams,
+    read,
+    running,
+    wait_until,
+    write,
+)
 from tests.servers import RedisServer
 
 BOTH_WAYS = pytest.mark.usefixtures("both_ways")
@@ -123,7 +132,7 @@ def test_no_more_are_packed_than_lanes_wait_for(
         return begun
 
     monkeypatch.setattr(BulkWorker, "_begin_next", counted)
-    with running(server.url, connections=LEAST_CONNECTIONS, compress=compress) as plane:
+    with running(server.url, connections=3, compress=compress) as plane:
         assert write(plane, *map(numbers, range(8))) == [WriteOutcome.STORED] * 8
     assert sum(taken) >= 8 * numbers(1).stripe_count
     assert (max(surplus) > 0) == (compress == "off")
@@ -217,15 +226,27 @@ def test_no_packed_form_is_a_miss(server: RedisServer, client: redis.Redis, stor
         assert read(plane, empty(1)) == [ReadOutcome.CORRUPT]
 
 
+@BOTH_WAYS
 def test_a_sealed_value_is_not_read_without_its_key(server: RedisServer) -> None:
-    with running(server.url, seal_keys=KEYS, compress="lossless") as sealed:
+    """Nor the reverse, and it costs no connection."""
+
+    def cannot_open(plane: RedisPlane) -> None:
+        assert read(plane, empty(1)) == [ReadOutcome.NOT_OPENED]
+        wait_until(lambda: open_streams(plane) == LEAST_CONNECTIONS)
+        connects = plane.stats().connects
+        for _ in range(3):
+            assert read(plane, empty(1)) == [ReadOutcome.NOT_OPENED]
+        assert plane.stats().connects == connects
+
+    with running(server.url, seal_keys=KEYS, connections=1, compress="lossless") as sealed:
         assert write(sealed, numbers(1)) == [WriteOutcome.STORED]
-        with running(server.url) as plain:
-            assert read(plain, empty(1)) == [ReadOutcome.NOT_OPENED]
+        with running(server.url, connections=1) as plain:
+            cannot_open(plain)
             assert write(plain, numbers(1)) == [WriteOutcome.STORED]
+            cannot_open(sealed)
         with running(server.url, compress="lossless") as packing:
             assert write(packing, numbers(1)) == [WriteOutcome.STORED]
-        assert read(sealed, empty(1)) == [ReadOutcome.NOT_OPENED]
+        cannot_open(sealed)
 
 
 @SEALED

@@ -71,14 +71,17 @@ def packed_value(
 class Slot:
     """A slot and room for what is packed, with guards around them."""
 
-    def __init__(self, frame: ChunkFrame, room_bytes: int | None = None) -> None:
+    def __init__(
+        self, frame: ChunkFrame, room_bytes: int | None = None, is_sealed: bool = False
+    ) -> None:
         self.nbytes = frame.stripe_payload_bytes
         self._all = [
             bytearray(GUARD + bytes(nbytes) + GUARD)
             for nbytes in (self.nbytes, self.nbytes if room_bytes is None else room_bytes)
         ]
         self.slot, self.room = (memoryview(each)[len(GUARD) : -len(GUARD)] for each in self._all)
-        expected = b"$%d\r\n" % (HEADER_BYTES + self.nbytes) + frame.bare_header(0)
+        bare = frame.bare_header(0, is_sealed=is_sealed)
+        expected = b"$%d\r\n" % (HEADER_BYTES + self.nbytes) + bare
         self.request: Request = (COMMAND, expected, self.slot, self.room)
 
     def check_guards(self) -> None:
@@ -197,7 +200,6 @@ def test_what_was_not_asked_for_ends_the_connection(mover: Mover) -> None:
         "element bytes": changed(177, b"\3"),
         "zeros": changed(183, b"\1"),
         "another length": changed(184, struct.pack("<Q", len(stored) - 1)),
-        "sealed": changed(28, b"\1"),
         "a damaged header": bytes(good[:400] + b"?" + good[401:]),
         "short": bytes(packed_value(stored[:SHORT_BYTES], frame)),
     }
@@ -213,6 +215,30 @@ def test_what_was_not_asked_for_ends_the_connection(mover: Mover) -> None:
     # A packed header before as many bytes as a plain payload has.
     value = changed(184, struct.pack("<Q", SMALL))[:HEADER_BYTES] + plain
     assert failure_of(ends(mover, value, Slot(frame)))[0] == End.MISMATCH
+
+
+@pytest.mark.parametrize("piece", [700, 1 << 30])
+@pytest.mark.parametrize("is_sealed", [False, True])
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_what_is_of_the_other_kind_leaves_the_connection(
+    mover: Mover, size: int, is_sealed: bool, piece: int
+) -> None:
+    """A sealed value for a reader without keys, or the reverse: the next reply is in step."""
+    frame, stored = frame_of(size), packed_of(plain_of(size))
+    header = bytearray(frame.bare_header(0, STORE_ID, 1234, is_sealed=is_sealed))
+    mark_packed(header, 2, len(stored))
+    add_checksums(header, xxh3_64_intdigest(stored))
+    into = Slot(frame, 0 if not is_sealed else None, is_sealed=not is_sealed)
+    good = Slot(frame)
+    with Lanes(mover, 1) as lanes:
+        thread = send_all(lanes.servers[0], reply_with(bytes(header) + stored), piece)
+        assert lanes.load_one(into.request) == (End.MISMATCH, 0, header)
+        thread.join()
+        thread = send_all(lanes.servers[0], reply_with(bytes(packed_value(stored, frame))), piece)
+        assert lanes.load_one(good.request) == STORE_ID
+        thread.join()
+    assert good.slot == plain_of(size)
+    into.check_guards()
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
