@@ -427,7 +427,7 @@ class Account(Protocol):
         """A chunk of a tenant that is not admitted is not written. Told once for each chunk."""
 
     def stored(self, tenant: str, nbytes: int) -> None:
-        """A chunk that the tier did not have was written; nbytes: its size."""
+        """A chunk that the tier did not have was written; nbytes: its payload, as it lies there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--tenant-bytes`: how much of Redis each tenant may have written, in an account of all agents.
 
-    lmcr2:tenant:DIGEST:BUCKET     bytes that the tenant has written in an eighth of the TTL
+    lmcr2:tenant:DIGEST:BUCKET     payload bytes, as they lie, written in an eighth of the TTL
 
 An agent adds what it has written and reads the sums, of all tenants in one exchange, when one of
 them stores, and not within `_EVERY_S` seconds of the last. The owner thread waits for nothing. A

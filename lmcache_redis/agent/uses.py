@@ -50,7 +50,7 @@ class ModelUse:
 
 @dataclass
 class TenantUse(ModelUse):
-    """stored_bytes: written to Redis. dropped_chunks: because of its limit.
+    """stored_bytes: written to Redis, as they lie there. dropped_chunks: because of its limit.
 
     highest_saved_s: that saved_prefill_s ever was.
     """

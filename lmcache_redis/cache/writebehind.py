@@ -415,10 +415,11 @@ class WriteBehind:
             self._give_back_claim(entry.key)
             self._pool.seen(self._index, (entry.key,))
             self._metrics.count(counters.stored_chunks)
-            self._metrics.count(counters.stored_bytes, write.stored_bytes or write.nbytes)
+            stored_bytes = write.stored_bytes or write.nbytes
+            self._metrics.count(counters.stored_bytes, stored_bytes)
             self._metrics.count(counters.plain_bytes, write.nbytes)
             if self._backing.account is not None:
-                self._backing.account.stored(entry.tenant, write.nbytes)
+                self._backing.account.stored(entry.tenant, stored_bytes)
             self._warned_of = None
         elif entry.state is not EntryState.DISCARDED:
             self._metrics.count(counters.drops[outcome])

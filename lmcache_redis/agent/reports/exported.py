@@ -57,7 +57,7 @@ _OF_TENANTS: Final = {
     "retrieved_bytes": ("retrieved_bytes", "bytes scattered into blocks of engines"),
     "gathered_bytes": ("gathered_bytes", "bytes gathered from blocks of engines"),
     "dropped_chunks": ("dropped_chunks", "chunks not written because of --tenant-bytes"),
-    "stored_bytes": ("stored_bytes", "payload bytes written to Redis"),
+    "stored_bytes": ("stored_bytes", "payload bytes written to Redis, as they lie"),
 }  # fmt: skip
 _MOST_MISSES = 10
 _MOST_REQUESTS = 200
