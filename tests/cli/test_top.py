@@ -124,6 +124,10 @@ def test_what_packing_saves_is_in_a_line_that_is_there(report: dict[str, Any]) -
     ((said, is_bad),) = [(said, bad) for label, said, bad in rows(later) if label == "packed"]
     assert re.fullmatch(r"saved 25 % of Redis: 2.8 GiB stored of 3.7 GiB", said)
     assert not is_bad
+    for earlier in (deepcopy(report), later):  # the agent does not say
+        del earlier["counters"]["plain_bytes"]
+        assert "packed" not in [label for label, _, _ in rows(earlier)]
+        assert "% saved" not in text(None, earlier)
 
 
 @pytest.mark.servers

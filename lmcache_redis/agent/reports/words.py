@@ -53,7 +53,8 @@ def packed(counters: Mapping[str, float], kind: TierKind = REDIS) -> tuple[float
 
     counters: of a document, or what they have grown by.
     """
-    stored, plain = (counters[kind.counter(what)] for what in ("stored_bytes", "plain_bytes"))
+    # An earlier agent does not say what they were.
+    stored, plain = (counters.get(kind.counter(w), 0) for w in ("stored_bytes", "plain_bytes"))
     return (stored, plain) if stored < plain else None
 
 
