@@ -66,6 +66,7 @@ def missing(header: StripeHeader, stripes: int) -> list[int]:
 
 def sizes_of(sample: Sample, stripes: int) -> Sizes:
     """Of these stripes of a chunk of this form: the stored ones are an estimate if it is packed."""
+    stripes &= (1 << sample.header.stripe_count) - 1
     plain = size_of(sample.header, stripes)
     headers = stripes.bit_count() * HEADER_BYTES
     return Sizes(headers + round((plain - headers) * sample.share), plain)

@@ -220,6 +220,7 @@ def test_how_far_one_chunk_is_packed_is_taken_for_all(server: PrimaryServers, cl
     assert sizes_read(read) == sizes[0]
     client.delete(packed[0].keys[1])
     assert sizes_of(sample, 0b11101).plain == packed[0].value_bytes - 640 - PAYLOAD_BYTES
+    assert sizes_of(sample, 0b1111111) == sizes[0], "two are left over from smaller slots"
 
 
 def test_stripes_that_came_during_the_scan_count(server: PrimaryServers, client: Any) -> None:
