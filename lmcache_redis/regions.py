@@ -63,7 +63,9 @@ Answer = Callable[[list[bool]], None]
 _COUNTERS = TierCounters.of(REDIS)
 _DIGEST_BYTES = 32
 _MOST_DISTRUSTED = 65_536
-_REMOVED = {"lookup_timeout_s", "load_timeout_s", "store_timeout_s"}
+# Settings of an earlier version: an engine that has them starts.
+_FOLLOW_TIMEOUT = ("lookup_timeout_s", "store_timeout_s")
+_OLD_TIMEOUT = "load_timeout_s"
 
 
 class DoorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,9 +92,11 @@ class DoorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def of(given: Mapping[str, Any], known_to_host: Sequence[str] = ()) -> DoorSettings:
         """Those that the host does not read itself. Raises ConfigError, which names the setting."""
         own = {name: value for name, value in given.items() if name not in known_to_host}
-        # Of an earlier version: an engine that has them starts as before.
-        for name in _REMOVED & own.keys():
-            logger.warning("%s sets nothing any more: set timeout_s", name)
+        if _OLD_TIMEOUT in own and "timeout_s" not in own:
+            logger.warning("%s is taken for timeout_s, its name now: rename it", _OLD_TIMEOUT)
+            own["timeout_s"] = own.pop(_OLD_TIMEOUT)
+        for name in own.keys() & {_OLD_TIMEOUT, *_FOLLOW_TIMEOUT}:
+            logger.warning("%s is ignored, because timeout_s decides: remove it", name)
             del own[name]
         try:
             return msgspec.convert(own, DoorSettings)

@@ -100,9 +100,10 @@ def _file(path: str, known: Mapping[str, Setting]) -> Iterator[tuple[str, Any, s
     seen = set()
     for option, value, where in (_toml if path.endswith(".toml") else _lines)(text, path):
         if option not in options:
-            instead = removed(option.replace("-", "_"), lambda name: option_name(name)[2:])
-            why = instead or meant(option, options)
-            raise ConfigError(f"{where}: there is no setting {option!r}{why}")
+            name = option.replace("-", "_")
+            if do := removed(name, lambda other: option_name(other)[2:], "remove the line"):
+                raise ConfigError(f"{where}: {option!r} is no setting any more: {do}")
+            raise ConfigError(f"{where}: there is no setting {option!r}{meant(option, options)}")
         if option in seen:
             raise ConfigError(f"{where}: {option} is set twice")
         seen.add(option)
@@ -150,15 +151,13 @@ def meant(word: str, words: Iterable[str]) -> str:
     return f": did you mean {close[0]}?" if close else ""
 
 
-def removed(name: str, written: Callable[[str], str]) -> str:
-    """`` any more`` and what to do, if an earlier version had this setting.
+def removed(name: str, written: Callable[[str], str], remove: str) -> str:
+    """What to do if an earlier version had this setting; empty: none had.
 
-    written: how the place that sets it names another one.
+    written: how the place that sets it names another one. remove: what to do if there is none.
     """
-    if name not in _REMOVED:
-        return ""
-    instead = _REMOVED[name]
-    return f" any more: set {written(instead)}" if instead else " any more: remove it"
+    instead = _REMOVED.get(name)
+    return f"set {written(instead)}" if instead else "" if instead is None else remove
 
 
 def misspelt_variables(*configs: type[Any]) -> list[str]:
@@ -169,8 +168,8 @@ def misspelt_variables(*configs: type[Any]) -> list[str]:
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in known and not _OF_A_SERVICE.search(name):
             word = name.removeprefix(PREFIX).removeprefix("REDIS_")
-            if gone := removed(word.lower(), lambda setting: PREFIX + setting.upper()):
-                said.append(f"{name} sets nothing{gone}")
+            if do := removed(word.lower(), lambda other: PREFIX + other.upper(), "unset it"):
+                said.append(f"{name} sets nothing any more: {do}")
                 continue
             close = difflib.get_close_matches(word, words, n=1, cutoff=0.75)
             said += [f"{name} sets nothing: did you mean {words[each]}?" for each in close]

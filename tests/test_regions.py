@@ -256,15 +256,22 @@ def test_a_wrong_setting_is_named(given: dict[str, object], said: str) -> None:
 def test_times_of_an_earlier_version_stop_no_engine(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """The time of a load is still what it was set to."""
     given = {"url": "redis://h", "load_timeout_s": 60.0, "lookup_timeout_s": 0}
     settings = DoorSettings.of(given)
-    assert settings == DoorSettings(url="redis://h")
-    assert sorted(caplog.messages) == [
-        f"{name} sets nothing any more: set timeout_s"
-        for name in ("load_timeout_s", "lookup_timeout_s")
+    assert settings == DoorSettings(url="redis://h", timeout_s=60.0)
+    assert caplog.messages == [
+        "load_timeout_s is taken for timeout_s, its name now: rename it",
+        "lookup_timeout_s is ignored, because timeout_s decides: remove it",
     ]
     times = (settings.lookup_timeout_s, settings.timeout_s, settings.store_timeout_s)
-    assert times == (1.0, 10.0, 30.0)
+    assert times == (6.0, 60.0, 180.0)
+    caplog.clear()
+    assert DoorSettings.of(given | {"timeout_s": 20.0}).timeout_s == 20.0
+    assert sorted(caplog.messages) == [
+        f"{name} is ignored, because timeout_s decides: remove it"
+        for name in ("load_timeout_s", "lookup_timeout_s")
+    ]
 
 
 @pytest.mark.unit

@@ -224,7 +224,10 @@ def run() -> None:
             sys.exit(2)
         # Else an option is proposed that looks like it.
         option = getattr(error, "option_name", None) or ""
-        if gone := removed(option.removeprefix("--").replace("-", "_"), option_name):
-            fail(f"there is no {option}{gone}", 2)
+        command = getattr(getattr(error, "ctx", None), "info_name", None)
+        name = option.removeprefix("--").replace("-", "_")
+        do = removed(name, option_name, "leave it out") if command in ("agent", "gateway") else ""
+        if do:
+            fail(f"{option} is no option any more: {do}", 2)
         message = str(error.format_message())
         fail(message[0].lower() + message[1:].rstrip("."), 2)

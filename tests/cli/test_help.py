@@ -96,8 +96,9 @@ def test_every_number_is_refused_in_one_voice(monkeypatch: pytest.MonkeyPatch, c
         (["doctor", "--prefill-tokens-per-s", "abc"], "--prefill-tokens-per-s: 'abc' is not a num"),
         (["doctor", "--fail-on", "x"], "--fail-on is 'x': choose one of critical, warning, hint"),
         (["size", "model", "--memory", "64"], "--memory: '64' is 64 bytes: write it as 64GiB"),
-        (["agent", "--get-connections", "2"], "there is no --get-connections any more: set --con"),
-        (["gateway", "--threads=2"], "there is no --threads any more: remove it"),
+        (["agent", "--get-connections", "2"], "--get-connections is no option any more: set"),
+        (["gateway", "--threads=2"], "--threads is no option any more: leave it out"),
+        (["inspect", "--threads", "2"], "no such option: --threads"),
         (["settings", "--of", "x"], "--of is 'x': choose one of agent, gateway, engine"),
     ],
 )

@@ -199,7 +199,7 @@ def test_variables_that_set_nothing_are_named(
     ("variable", "instead"),
     [
         ("LMCACHE_REDIS_GET_CONNECTIONS", "set LMCACHE_REDIS_CONNECTIONS"),
-        ("LMCACHE_REDIS_DEVICE", "remove it"),
+        ("LMCACHE_REDIS_DEVICE", "unset it"),
     ],
 )
 def test_variables_of_an_earlier_version_set_nothing(
