@@ -183,9 +183,10 @@ class Gateway:
         if not is_allowed(host, self._networks):
             return "it is in none of --allowed-peers"
         of_host = sum(each.peer.startswith(f"{host} ") for each in self._clients.values())
-        if of_host >= max(_LEAST_OF_A_HOST, self._most_clients // 2):
+        if of_host >= (most := max(_LEAST_OF_A_HOST, self._most_clients // 2)):
             if not self._closes_idle(f"{host} "):
-                return f"it has {of_host} connections, the most of one (see --max-connections)"
+                raised = f"half of --max-connections, or {_LEAST_OF_A_HOST} if that is more"
+                return f"one address may have at most {most:,} connections ({raised})"
         elif len(self._clients) >= self._most_clients and not self._closes_idle(""):
             return f"there are {len(self._clients)} clients already (--max-connections)"
         return None

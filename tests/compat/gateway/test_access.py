@@ -182,7 +182,7 @@ def test_one_client_too_many(backend: DictTier) -> None:
 
 
 def test_one_client_too_many_of_one_address(
-    backend: DictTier, monkeypatch: pytest.MonkeyPatch
+    backend: DictTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It may have half of the connections, and 512 in any case."""
     monkeypatch.setattr(server, "_LEAST_OF_A_HOST", 1)
@@ -195,6 +195,7 @@ def test_one_client_too_many_of_one_address(
         assert too.healthy()
         with serving.client() as second:
             assert second.ended()
+        assert "one address may have at most 2 connections (half of --max-con" in caplog.text
         with socket.socket() as other:
             other.bind(("127.0.0.2", 0))
             other.settimeout(20)
