@@ -37,9 +37,9 @@ from lmcache_redis.admin.server import (
     PrimaryServers,
     open_server,
 )
-from lmcache_redis.admin.sizes.sizing import SizeOptions, stored_part
+from lmcache_redis.admin.sizes.sizing import EXPECTED_RATIO, SizeOptions, stored_part
 from lmcache_redis.admin.stripes import SeenChunk, read_idle, survey
-from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader
+from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.chunks.metadata import MemoryFormat
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.config import DEFAULT_CONNECTIONS, DEFAULT_SLOT_BYTES
@@ -68,6 +68,9 @@ _DEADLINE_S = 20.0
 # Enough to find keys that belong to one of a thousand servers.
 _ATTEMPTS = 50_000
 _CHUNK_TOKENS = 256
+# Of a stripe, as much is packed to see what that saves.
+_MOST_PACKED = 1 << 20
+_PACKED_RANGE = (HEADER_BYTES, HEADER_BYTES + _MOST_PACKED - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +193,7 @@ def sample(
     except RedisError:
         return need, (), None
     if not need.is_known and samples:
-        pairs = [(each, samples[each.form].header) for each in chunks if each.form in samples]
+        pairs = [(each, samples[each.form]) for each in chunks if each.form in samples]
         need = _as_stored(need, pairs, report)
     return need, tuple(samples.values()), max(idle, default=None)
 
@@ -205,15 +208,15 @@ def savings(server: PrimaryServers, samples: Iterable[Sample]) -> dict[str, floa
         header, name = each.header, each.chunk.name
         if each.share < 1 or header.sealed_with is not None or name.key.model_name in found:
             continue
-        key = name.stripe(header.stripe_index)
+        key, nbytes = name.stripe(header.stripe_index), min(header.payload_bytes, _MOST_PACKED)
         try:
-            ((value,),) = server.ask_each([key], lambda key: [("GETRANGE", key, 0, -1)])
+            ((payload,),) = server.ask_each([key], lambda key: [("GETRANGE", key, *_PACKED_RANGE)])
         except RedisError:
             continue
-        if isinstance(value, bytes) and len(value) == HEADER_BYTES + header.payload_bytes:
-            sizes, room = elements_of(header.metadata.serialize()), memoryview(bytearray(value))
-            _, used = pack(value[HEADER_BYTES:], sizes, room)
-            found[name.key.model_name] = 1 - used / header.payload_bytes if used else 0.0
+        if isinstance(payload, bytes) and len(payload) == nbytes:
+            sizes, room = elements_of(header.metadata.serialize()), memoryview(bytearray(nbytes))
+            _, used = pack(payload, sizes, room)
+            found[name.key.model_name] = 1 - used / nbytes if used else 0.0
     return found
 
 
@@ -228,11 +231,21 @@ def _as_registered(need: Need, report: Mapping[str, Any]) -> Need:
     if need.is_known or not workers:
         return need
     slot_bytes = report["pool"]["slot_bytes"]
-    found = (_need_of_engine(need, some, slot_bytes) for some in workers.values())
+    packs = report.get("redis", {}).get("compress") == "lossless"  # an older agent does not say
+    found = (_need_of_engine(need, some, slot_bytes, packs) for some in workers.values())
     return max(found, key=lambda each: each.kv_bytes_per_token)
 
 
-def _need_of_engine(need: Need, workers: Sequence[Mapping[str, Any]], slot_bytes: int) -> Need:
+def _expected_ratio(group: Mapping[str, Any]) -> float:
+    """As `size` expects it: states, and pages of several kinds of numbers, may stay as they are."""
+    dtypes = group.get("dtypes", ())
+    is_alike = len(dtypes) == 1 and group["reach"] != "state"
+    return EXPECTED_RATIO.get(dtypes[0], 1.0) if is_alike else 1.0
+
+
+def _need_of_engine(
+    need: Need, workers: Sequence[Mapping[str, Any]], slot_bytes: int, packs: bool
+) -> Need:
     first = workers[0]
     groups = {group["layout"]: group for each in workers for group in each["groups"]}
     chunk_tokens = first["chunk_tokens"]
@@ -240,12 +253,13 @@ def _need_of_engine(need: Need, workers: Sequence[Mapping[str, Any]], slot_bytes
     steps = -(-need.prompt_tokens // SizeOptions().step_tokens)
     made = memory = loaded = 0
     for group in groups.values():
-        part = stored_part(group["part_bytes"], slot_bytes, first["model"])
+        ratio = _expected_ratio(group) if packs else 1.0
+        part = stored_part(group["part_bytes"], slot_bytes, first["model"], ratio)
         reach = Reach(group["reach"], group["reach_tokens"])
         stored_chunks = min(chunks, steps) if reach.kind == "state" else chunks
         made += stored_chunks * part.part_bytes
         memory += stored_chunks * part.memory_bytes
-        loaded += (chunks - reach.first_chunk(chunks, chunk_tokens)) * part.part_bytes
+        loaded += (chunks - reach.first_chunk(chunks, chunk_tokens)) * part.packed_bytes
     # Workers of other nodes are with other agents.
     per_token = first["world_size"] / len(workers) / (chunks * chunk_tokens)
     return replace(
@@ -259,7 +273,7 @@ def _need_of_engine(need: Need, workers: Sequence[Mapping[str, Any]], slot_bytes
 
 
 def _as_stored(
-    need: Need, chunks: Sequence[tuple[SeenChunk, StripeHeader]], report: Mapping[str, Any]
+    need: Need, chunks: Sequence[tuple[SeenChunk, Sample]], report: Mapping[str, Any]
 ) -> Need:
     """The need by the mean chunk of the model with the most chunks.
 
@@ -270,8 +284,11 @@ def _as_stored(
     for chunk, _ in chunks:
         hashes[chunk.name.key.model_name].add(chunk.name.key.chunk_hash)
     model = max(hashes, key=lambda name: len(hashes[name]))
-    parts = [header for chunk, header in chunks if chunk.name.key.model_name == model]
-    sizes = [stored_part(part.chunk_bytes, payload_of(part), model) for part in parts]
+    parts = [each for chunk, each in chunks if chunk.name.key.model_name == model]
+    sizes = [
+        stored_part(each.header.chunk_bytes, payload_of(each.header), model, 1 / each.share)
+        for each in parts
+    ]
     of_engine = [e["chunk_tokens"] for e in report.get("engines", ()) if e["model"] == model]
     chunk_tokens = [*of_engine, report.get("chunk_size_tokens", _CHUNK_TOKENS)][0]
     tokens = len(hashes[model]) * chunk_tokens
@@ -279,6 +296,7 @@ def _as_stored(
         need,
         kv_bytes_per_token=max(1, sum(size.part_bytes for size in sizes) // tokens),
         memory_per_token=sum(size.memory_bytes for size in sizes) / tokens,
+        loaded_per_token=sum(size.packed_bytes for size in sizes) / tokens,
         of=f"{model}, as stored in chunks of {chunk_tokens} tokens",
         is_known=True,
     )

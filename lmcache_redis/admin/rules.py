@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -266,7 +267,9 @@ def _speed(f: Facts) -> Iterator[Finding]:
     token_bytes = f.need.loaded_per_token or f.need.kv_bytes_per_token
     # At this rate a hit takes as long as computing; and what prefill makes: this server's share.
     need = token_bytes * rate / f.nodes
-    made = f.need.kv_bytes_per_token * rate / f.nodes
+    # Packed, no more is written than takes memory.
+    written = min(f.need.kv_bytes_per_token, f.need.memory_per_token or math.inf)
+    made = written * rate / f.nodes
     split = f" over {f.nodes} servers" if f.nodes > 1 else ""
     read, write = f.read_bytes_per_s, f.write_bytes_per_s
     if f.ping_s is not None:

@@ -22,6 +22,7 @@ from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.pool import Arena
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.cache.warming import Warming
+from lmcache_redis.chunks.frame import parsed_metadata
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.pinning import PoolPinning
@@ -218,6 +219,7 @@ def _group(form: ChunkForm) -> dict[str, Any]:
         "part_bytes": form.chunk_bytes,
         "reach": form.reach.kind,
         "reach_tokens": form.reach.tokens,
+        "dtypes": sorted({*parsed_metadata(form.metadata).dtype_names}),
     }
 
 

@@ -263,33 +263,36 @@ def doctor(
     if model is not None and kv_bytes_per_token is not None:
         raise ConfigError("--model and --kv-bytes-per-token say the same: give one of them")
     need = Need(prefill_tokens_per_s=prefill_tokens_per_s, prompt_tokens=prompt_tokens)
-    if model is not None:
-        options = SizeOptions(
-            tp=tp,
-            kv_cache_dtype=kv_cache_dtype,
-            prompt_tokens=prompt_tokens,
-            prefill_tokens_per_s=prefill_tokens_per_s,
-        )
-        size = size_model(*find_model(model, revision), options)
-        need = replace(
-            need,
-            kv_bytes_per_token=max(1, size.bytes_per_token),
-            memory_per_token=size.stored_bytes / prompt_tokens,
-            loaded_per_token=size.loaded_bytes_per_token,
-            of=size.model,
-            is_known=True,
-        )
-    elif kv_bytes_per_token is not None:
-        of = f"{kv_bytes_per_token:,} bytes a token"
-        need = replace(need, kv_bytes_per_token=kv_bytes_per_token, of=of, is_known=True)
     try:
-        status = _status(endpoint)
+        status, config = _status(endpoint), config_from(AgentConfig, {})
+        # An older agent does not say: it does not pack.
+        compress = config.compress if status is None else status["redis"].get("compress")
+        if model is not None:
+            options = SizeOptions(
+                tp=tp,
+                kv_cache_dtype=kv_cache_dtype,
+                prompt_tokens=prompt_tokens,
+                prefill_tokens_per_s=prefill_tokens_per_s,
+                compress=compress == "lossless",
+            )
+            size = size_model(*find_model(model, revision), options)
+            need = replace(
+                need,
+                kv_bytes_per_token=max(1, size.bytes_per_token),
+                memory_per_token=size.stored_bytes / prompt_tokens,
+                loaded_per_token=size.loaded_bytes_per_token,
+                of=size.model,
+                is_known=True,
+            )
+        elif kv_bytes_per_token is not None:
+            of = f"{kv_bytes_per_token:,} bytes a token"
+            need = replace(need, kv_bytes_per_token=kv_bytes_per_token, of=of, is_known=True)
         diagnosis = examine(
             _named(redis_url, redis_username, key_prefix, endpoint),
             need,
             bandwidth=bandwidth,
             report=status,
-            ttl_refresh=config_from(AgentConfig, {}).ttl_refresh,
+            ttl_refresh=config.ttl_refresh,
         )
     except (AgentUnreachable, RedisError) as error:
         fail(str(error), NOT_CHECKED)

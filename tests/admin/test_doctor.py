@@ -144,7 +144,8 @@ def test_several_servers_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_the_need_of_an_engine_is_that_of_its_model(nodes: int) -> None:
+@pytest.mark.parametrize("compress", ["off", "lossless"])
+def test_the_need_of_an_engine_is_that_of_its_model(nodes: int, compress: str) -> None:
     """Windows and states as `size` counts them; and of two ranks, one may be on another node."""
     config = {
         "model_type": "granitemoehybrid",
@@ -153,7 +154,11 @@ def test_the_need_of_an_engine_is_that_of_its_model(nodes: int) -> None:
         **{"num_key_value_heads": 2, "mamba_n_heads": 16, "mamba_d_head": 64},
         **{"mamba_d_state": 16, "mamba_n_groups": 2, "mamba_expand": 2, "mamba_d_conv": 4},
     }
-    size = size_model(config, "org/model", SizeOptions(tp=2, prompt_tokens=32768))
+
+    def of(is_packed: bool) -> SizeOptions:
+        return SizeOptions(tp=2, prompt_tokens=32768, compress=is_packed)
+
+    size = size_model(config, "org/model", of(compress == "lossless"))
     workers = [
         {
             **{"engine_id": "e", "model": "org/model", "world_size": 2},
@@ -164,16 +169,35 @@ def test_the_need_of_an_engine_is_that_of_its_model(nodes: int) -> None:
                     "part_bytes": group.part.part_bytes,
                     "reach": group.reach.kind,
                     "reach_tokens": group.reach.tokens,
+                    "dtypes": ["bfloat16"],
                 }
                 for group in size.groups
             ],
         }
         for rank in range(2 // nodes)
     ]
-    report = {"engines": workers, "pool": {"slot_bytes": DEFAULT_SLOT_BYTES}}
+    pool = {"slot_bytes": DEFAULT_SLOT_BYTES}
+    report: dict[str, Any] = {"engines": workers, "pool": pool, "redis": {"compress": compress}}
     need = doctor._as_registered(Need(prompt_tokens=32768), report)
     tokens = size.chunks * size.chunk_tokens
     assert need.kv_bytes_per_token == round(size.payload_bytes / tokens)
     assert need.memory_per_token == pytest.approx(size.stored_bytes / tokens)
     assert need.loaded_per_token == pytest.approx(size.loaded_bytes_per_token)
     assert (need.of, need.is_known) == ("org/model, as registered with the agent", True)
+    del report["redis"]["compress"]  # an older agent's
+    plain = size_model(config, "org/model", of(False))
+    need = doctor._as_registered(Need(prompt_tokens=32768), report)
+    assert need.loaded_per_token == pytest.approx(plain.loaded_bytes_per_token)
+
+
+def test_the_need_of_what_is_packed(own_server: RedisServer) -> None:
+    chunks = [Cached(number, packed_bytes=1000, stripe_count=5) for number in range(3)]
+    with own_server.client() as client:
+        for chunk in chunks:
+            chunk.put(client)
+    with open_server(RedisOptions(own_server.unix_url)) as server:
+        need, _, _ = doctor.sample(server, b"", Need(), {"chunk_size_tokens": 256})
+    assert need.is_known
+    assert need.kv_bytes_per_token == chunks[0].chunk_bytes // 256
+    assert need.loaded_per_token == pytest.approx((4 * 1000 + 100) / 256, rel=1e-2)
+    assert need.memory_per_token < 0.7 * need.kv_bytes_per_token

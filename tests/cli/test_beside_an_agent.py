@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_redis.admin.sizes.sizing import EXPECTED_RATIO
 from tests.admin.cache import Cached
 from tests.cli.test_admin import one_sentence, run
 from tests.cli.test_size import LLAMA, write
@@ -60,7 +61,7 @@ def test_doctor_with_a_model(tmp_path: Path) -> None:
         assert "ok " not in done.stdout
         report = json.loads(run("doctor", *at, "--model", model, "--json").stdout)
         (limit,) = [each for each in report["findings"] if each["topic"] == "maxmemory"]
-        assert "or 11 prompts of 8,192 (Llama-3.1-8B)" in limit["seen"]
+        assert "or 15 prompts of 8,192 (Llama-3.1-8B)" in limit["seen"], "packed, as by default"
         longer = run("doctor", *at, "--model", model, "--prompt-tokens", "32768")
         assert longer.returncode == 1
         assert "fewer than 10 prompts" in longer.stdout
@@ -90,8 +91,10 @@ def test_doctor_takes_the_model_of_the_engine(tmp_path: Path) -> None:
             )
             need = facts["need"]
             assert need["of"] == "test/model, as registered with the agent"
-            assert need["kv_bytes_per_token"] == need["loaded_per_token"] == token_bytes
-            assert token_bytes < need["memory_per_token"] < 1.3 * token_bytes
+            packed_bytes = token_bytes / EXPECTED_RATIO["float32"]
+            assert need["kv_bytes_per_token"] == token_bytes
+            assert need["loaded_per_token"] == pytest.approx(packed_bytes, rel=1e-3)
+            assert packed_bytes < need["memory_per_token"] < 1.3 * packed_bytes
             (facts,) = json.loads(run(*at, "--kv-bytes-per-token", "7").stdout)["facts"]
             assert facts["need"]["kv_bytes_per_token"] == 7
 
