@@ -58,8 +58,8 @@ def plan(
             "--redis-ratio",
             float,
             (1, 16),
-            "Plain bytes to those stored in Redis: with --compress lossless as `status` tells, or "
-            "1.4 for bfloat16.",
+            "Plain bytes to those stored in Redis, as `status` tells of agents that pack: about "
+            "1.4 for bfloat16. The default is for --compress off.",
         ),
     ] = 1.0,
     engine_bytes: Annotated[

@@ -69,7 +69,7 @@ def size(
     ] = 256,
     compress: Annotated[
         Compress, choice("--compress", Compress, "The agents' option: expected, not measured.")
-    ] = Compress.off,
+    ] = Compress.lossless,
     as_json: AsJson = False,
 ) -> None:
     """Show how much KV a model makes a token, how much of it fits, and how fast Redis must be.
@@ -80,7 +80,7 @@ def size(
 
       lmcache-redis size Qwen/Qwen3-8B
 
-      lmcache-redis size config.json --memory 256GiB --tp 8 --compress lossless
+      lmcache-redis size config.json --memory 256GiB --tp 8 --compress off
     """
     from lmcache_redis.admin.sizes.configs import find_model
     from lmcache_redis.admin.sizes.shown import size_json, size_lines

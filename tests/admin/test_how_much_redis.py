@@ -35,7 +35,7 @@ KNOWN_KIB = {
 
 
 def sized(model: Published) -> ModelSize:
-    return size_model(model.config(), model.name, SizeOptions())
+    return size_model(model.config(), model.name, SizeOptions(compress=True))
 
 
 def of_name(name: str) -> Published:

@@ -12,6 +12,7 @@ import pytest
 from lmcache_redis.admin.sizes.configs import find_model
 from lmcache_redis.admin.sizes.sizing import SizeOptions, size_model
 from lmcache_redis.cli.size import Compress, size
+from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError
 from tests.cli.test_admin import one_sentence, run
 
@@ -54,7 +55,8 @@ def as_json(path: str, capsys: pytest.CaptureFixture[str], **options: Any) -> di
 
 def test_what_programs_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "Llama-3.1-8B", LLAMA)
-    found = as_json(path, capsys, memory="64GiB", prefill_tokens_per_s=8000)
+    how = {"memory": "64GiB", "prefill_tokens_per_s": 8000}
+    found = as_json(path, capsys, compress=Compress.off, **how)
     assert (found["model"], found["bytes_per_token"]) == ("Llama-3.1-8B", 128 * KIB)
     (group,) = found["groups"]
     assert (group["kind"], group["layers"], group["parts_per_chunk"]) == ("attention", 32, 1)
@@ -63,7 +65,10 @@ def test_what_programs_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["memory"]["tokens"] < (64 << 30) // (128 * KIB)
     assert found["memory"]["prompts"] == found["memory"]["tokens"] // 8192
     assert found["break_even"]["bytes_per_s"] == 128 * KIB * 8000
-    assert as_json(f"{path}/config.json", capsys) == found
+    assert as_json(f"{path}/config.json", capsys, compress=Compress.off) == found
+    packed = as_json(path, capsys)
+    assert packed == as_json(path, capsys, compress=Compress(AgentConfig().compress)), "as agents"
+    assert packed["memory"]["tokens"] > found["memory"]["tokens"]
 
 
 def test_windows_are_stored_and_loaded_in_part() -> None:
@@ -153,11 +158,11 @@ def test_what_is_expected_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFi
     plain, packed = (as_json(path, capsys, compress=each) for each in Compress)
     assert [each["groups"][0]["expected_ratio"] for each in (plain, packed)] == [1.0, 1.4]
     assert packed["prompt"]["packed_bytes"] < 0.72 * plain["prompt"]["packed_bytes"]
-    size(path, compress=Compress.lossless)
+    size(path)
     said = capsys.readouterr().out
     assert "1 GiB, packed 731 MiB, and" in said
     assert "packed      1.40 times smaller: expected of bfloat16, not measured" in said
-    size(path)
+    size(path, compress=Compress.off)
     assert "packed" not in capsys.readouterr().out
 
 
