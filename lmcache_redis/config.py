@@ -38,6 +38,7 @@ COMPRESS_VARIABLE = "LMCACHE_REDIS_COMPRESS"
 _SERVICE_DIRECTORY = Path("/run/lmcache-redis")
 
 MIN_SLOT_BYTES = 4096
+COMPRESSIONS = ("off", "lossless")
 # With a header of 512 bytes a value stays just under 1 MiB, a size class of Redis's allocator.
 DEFAULT_SLOT_BYTES = (1 << 20) - 4096
 _BESIDE_SLOTS_BYTES = 4096  # of a pool
@@ -179,9 +180,9 @@ class TierSettings:
     )
     compress: str = setting(
         "lossless: keep floating-point numbers in Redis in fewer bytes, bit for bit, where that "
-        "saves some; all read both",
+        "saves some; every reader understands both",
         "lossless",
-        choices=("off", "lossless"),
+        choices=COMPRESSIONS,
     )
     key_prefix: bytes = setting("prefix of every key, for a server that others use too", b"")
     disk_path: str | None = setting(

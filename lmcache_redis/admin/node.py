@@ -242,7 +242,7 @@ ADVICE: dict[str, tuple[str, ...]] = {
     ),
     "compression": (
         "more prompts fit, and hits come sooner over a slow link; the bits stay the same",
-        "lmcache-redis agent --compress lossless; all agents read both",
+        "lmcache-redis agent --compress lossless; every reader understands both",
     ),
     "clocks": (
         "`inspect` and `purge --stored-longer-than` tell ages wrong by as much",

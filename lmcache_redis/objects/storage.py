@@ -14,7 +14,7 @@ from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.threads import Owner
 from lmcache_redis.chunks.frame import FINGERPRINT_BYTES
 from lmcache_redis.chunks.names import ChunkNames
-from lmcache_redis.config import DEFAULT_SLOT_BYTES
+from lmcache_redis.config import COMPRESSIONS, DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.objects.cache import HeapMemory, ObjectCache
@@ -116,6 +116,9 @@ def in_redis(
         raise ConfigError("slot_bytes is at least 64")
     options = RedisOptions(redis) if isinstance(redis, str) else redis
     if compress is not None:
+        if compress not in COMPRESSIONS:
+            known = ", ".join(COMPRESSIONS)
+            raise ConfigError(f"compress is {compress!r}: choose one of {known}")
         options = replace(options, compress=compress)
 
     def open_tier() -> Backing:
