@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lmcache_redis.admin.facts import Facts, Need, gather
+from lmcache_redis.admin.facts import Facts, Need, gather, names_in_one_slot
 from lmcache_redis.admin.forms import Sample, payload_of, samples_of
 from lmcache_redis.admin.node import NodeFacts, judge_node, look
 from lmcache_redis.admin.rights import (
@@ -133,6 +133,9 @@ def diagnose(
     """
     need, stored, oldest_idle_s = sample(server, prefix, need, report or {})
     pool = None if report is None else report["pool"]
+    models = {each.chunk.name.key.model_name for each in stored}
+    models |= {each["model"] for each in (report or {}).get("engines", ())}
+    in_one_slot = names_in_one_slot(prefix, models) if server.is_cluster else []
     facts = []
     for node in server.nodes:
         known = gather(
@@ -145,6 +148,8 @@ def diagnose(
         )
         # After the server's counters have been read: what is written may evict something.
         measured: dict[str, Any] = {"ping_s": measure_ping(node)}
+        own = (each for each in in_one_slot if server.node_of(each) is node)
+        measured["all_here"] = tuple(each.decode(errors="backslashreplace") for each in own)
         if bandwidth:
             measured["load_per_core"] = os.getloadavg()[0] / (os.cpu_count() or 1)
             try:

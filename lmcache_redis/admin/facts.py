@@ -8,7 +8,7 @@ import ipaddress
 import re
 import socket
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -44,6 +44,7 @@ class Facts:
 
     local: on this machine. private: every address is a private one. nodes: how many servers share
     the keys. as_cluster: named as a Redis Cluster, so that agents send each key to its node.
+    all_here: key prefixes and models whose braces put every chunk into one slot of this server.
     normal_buffer: hard limit, soft limit and soft seconds of client-output-buffer-limit.
     clients_memory_bytes: maxmemory-clients, 0: no limit. save: the
     schedule as configured, "" for none. unseen: what was refused, in words. pool_bytes: of this
@@ -58,6 +59,7 @@ class Facts:
     certificate_checked: bool = True
     nodes: int = 1
     as_cluster: bool = False
+    all_here: tuple[str, ...] = ()
     product: str = "redis"
     version: tuple[int, ...] | None = None
     role: str | None = None
@@ -114,6 +116,12 @@ def gather(server: PrimaryServers, node: Primary, prefix: bytes = b"", **known: 
         unseen=tuple(unseen),
         **known,
     )
+
+
+def names_in_one_slot(prefix: bytes, models: Iterable[str]) -> list[bytes]:
+    """The key prefix, or else the models, whose own braces come before those of a hash. Pure."""
+    names = [prefix] if b"{" in prefix else [model.encode() for model in sorted(models)]
+    return [each for each in names if each.partition(b"{")[2].find(b"}") > 0]
 
 
 def _asked(node: Primary, *commands: Command) -> Sequence[Any]:

@@ -80,6 +80,11 @@ ADVICE: dict[str, tuple[str, ...]] = {
         "it answers only for its own slots: stores and loads of all other keys fail",
         f"{NAME_THE_CLUSTER}, for agents too",
     ),
+    "braces": (
+        "by the first text in braces of a key a cluster decides which server has it: the others "
+        "have none of these chunks",
+        "give a --key-prefix and a model name without braces",
+    ),
     "maxmemory": ("",),
     "maxmemory-policy": ("", *_set("maxmemory-policy", "allkeys-lru")),
     "failed save": (
@@ -166,6 +171,9 @@ def _access(f: Facts) -> Iterator[Finding]:
         yield Finding(CRITICAL, "role", f"the server is a {f.role}")
     if f.cluster_enabled and not f.as_cluster:
         yield Finding(CRITICAL, "cluster", "the server is one node of a Redis Cluster")
+    if f.all_here:
+        names = ", ".join(map(repr, f.all_here))
+        yield Finding(WARNING, "braces", f"all chunks are here whose keys have {names}")
     if f.version is not None:
         seen = f"{f.product} {'.'.join(map(str, f.version))}"
         yield Finding(OK if f.version >= OLDEST_VERSION else WARNING, "version", seen)

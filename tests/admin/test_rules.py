@@ -109,6 +109,7 @@ TABLE: list[tuple[dict[str, Any], Severity, str, str]] = [
     ({"normal_buffer": (GIB, 64 << 20, 60)}, OK, "client-output-buffer-limit", "normal 107"),
     ({"io_threads": 1}, HINT, "io-threads", "redis.conf: io-threads 4"),
     ({"io_threads": 1, "read_bytes_per_s": 1e8}, WARNING, "io-threads", "one core copies"),
+    ({"all_here": ("{a}/model",)}, WARNING, "braces", "here whose keys have '{a}/model'"),
     ({"version": (6, 0, 16)}, WARNING, "version", "older than 6.2"),
     ({"has_password": False}, CRITICAL, "password", "plant KV"),
     ({"has_password": False, "local": True}, HINT, "password", "LMCACHE_REDIS_PASSWORD"),

@@ -76,6 +76,29 @@ def test_a_cluster_is_looked_at_as_one(cluster: Cluster) -> None:
             assert report.verdict is verdict
 
 
+@pytest.mark.parametrize(
+    ("prefix", "model", "braces"),
+    [
+        (b"", "{org}/model", "{org}/model"),
+        (b"{team}", "{org}/model", "{team}"),
+        (b"", "{}{org}", None),
+        (b"{team", "org/model", None),
+    ],
+)
+def test_names_that_keep_a_cache_on_one_shard(
+    cluster: Cluster, prefix: bytes, model: str, braces: str | None
+) -> None:
+    chunks = [Cached(number, model=model, prefix=prefix, stripe_count=12) for number in range(8)]
+    for chunk in chunks:
+        put(cluster, chunk)
+    assert sum(map(bool, keys_on(cluster.nodes))) == (3 if braces is None else 1)
+    with open_server(RedisOptions(cluster.url)) as server:
+        facts = diagnose(server, prefix, Need(), bandwidth=False).facts
+        owner = server.node_of(chunks[0].keys[0]).endpoint.where
+    seen = {each.where: each.all_here for each in facts if each.all_here}
+    assert seen == ({} if braces is None else {owner: (braces,)})
+
+
 def test_a_purge_reaches_every_node(cluster: Cluster) -> None:
     gone, stay = Cached(1, stripe_count=12), Cached(1, layout="second", stripe_count=12)
     put(cluster, gone)
