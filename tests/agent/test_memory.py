@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -68,9 +69,12 @@ class Place:
         seen: list[bool] = []
 
         def look() -> None:
-            agent = self.agent
+            agent, heap = self.agent, self.agent.loop._heap
+            # How long a cancelled timer stays depends on how fast everything is.
+            heap[:] = [each for each in heap if each[2].action is not None]
+            heapq.heapify(heap)
             work = len(agent.sessions) + agent.cache.backlog + agent.copies.backlog
-            seen.append(not work and len(agent.loop._heap) < 10)
+            seen.append(not work and len(heap) < 10)
 
         def is_idle() -> bool:
             agent = self.agent
