@@ -145,7 +145,7 @@ Ticket = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 # Text that the agent keeps for a peer is bounded.
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
-# Whose request it is (`tenants`); empty: nobody's.
+# The tenant of a request (`tenants`); empty: none.
 Tenant = Annotated[str, msgspec.Meta(max_length=MOST_LETTERS)]
 
 

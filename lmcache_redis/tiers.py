@@ -132,7 +132,7 @@ class NumbersResult(NamedTuple):
     """numbers: under each key in order, 0 where there is none; None: not known. Empty unless DONE.
 
     An amount was added if the number of its key is known, and was not if the key is ``refused``: a
-    server does not take it now. Otherwise nobody knows, whatever the outcome.
+    server does not take it now. Otherwise that is not known, whatever the outcome.
     """
 
     outcome: CallOutcome
@@ -415,10 +415,10 @@ class TierCounters:
 
 
 class Account(Protocol):
-    """What tenants have in a tier. Called on the owner's thread. tenant: empty: nobody."""
+    """What tenants have in a tier. Called on the owner's thread. An empty tenant is none."""
 
     def digest(self, tenant: str) -> bytes:
-        """8 bytes that say in the values of a chunk who has stored it; empty: nobody."""
+        """8 bytes that name the tenant in the values that it stores; empty: there is none."""
 
     def admits(self, tenant: str) -> bool:
         """Whether chunks of the tenant are written. Cheap: called for every chunk."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lmcache_redis.admin.facts import Facts, Need, gather, names_in_one_slot
-from lmcache_redis.admin.forms import Sample, payload_of, samples_of
+from lmcache_redis.admin.forms import Sample, payload_of, samples_of, savings
 from lmcache_redis.admin.node import NodeFacts, judge_node, look
 from lmcache_redis.admin.rights import (
     Rights,
@@ -45,7 +45,6 @@ from lmcache_redis.chunks.names import Reach
 from lmcache_redis.config import DEFAULT_CONNECTIONS, DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisError, RedisNotAllowed, RedisProtocolError, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
-from lmcache_redis.resp.codecs import elements_of, pack
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.wire import (
     CRLF,
@@ -68,9 +67,6 @@ _DEADLINE_S = 20.0
 # Enough to find keys that belong to one of a thousand servers.
 _ATTEMPTS = 50_000
 _CHUNK_TOKENS = 256
-# Of a stripe, as much is packed to see what that saves.
-_MOST_PACKED = 1 << 20
-_PACKED_RANGE = (HEADER_BYTES, HEADER_BYTES + _MOST_PACKED - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,28 +197,6 @@ def sample(
         pairs = [(each, samples[each.form]) for each in chunks if each.form in samples]
         need = _as_stored(need, pairs, report)
     return need, tuple(samples.values()), max(idle, default=None)
-
-
-def savings(server: PrimaryServers, samples: Iterable[Sample]) -> dict[str, float]:
-    """By model, the share of a stripe's bytes that packing would save; of some that are plain.
-
-    Of sealed ones that is not known.
-    """
-    found: dict[str, float] = {}
-    for each in samples:
-        header, name = each.header, each.chunk.name
-        if each.share < 1 or header.sealed_with is not None or name.key.model_name in found:
-            continue
-        key, nbytes = name.stripe(header.stripe_index), min(header.payload_bytes, _MOST_PACKED)
-        try:
-            ((payload,),) = server.ask_each([key], lambda key: [("GETRANGE", key, *_PACKED_RANGE)])
-        except RedisError:
-            continue
-        if isinstance(payload, bytes) and len(payload) == nbytes:
-            sizes, room = elements_of(header.metadata.serialize()), memoryview(bytearray(nbytes))
-            _, used = pack(payload, sizes, room)
-            found[name.key.model_name] = 1 - used / nbytes if used else 0.0
-    return found
 
 
 def _as_registered(need: Need, report: Mapping[str, Any]) -> Need:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large chunks are: plain, and as they are stored.
+"""How large chunks are: plain, as they are stored, and as they would be if they were packed.
 
 Chunks of one form (layout, model, worker) are cut alike, as any header says. How far they are
 packed differs: one is taken for all.
@@ -13,11 +13,16 @@ from typing import NamedTuple
 from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import Form, SeenChunk, Stripe, read_stripes
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader
+from lmcache_redis.errors import RedisError
+from lmcache_redis.resp.codecs import elements_of, pack
 
 # Chunks of a form that are looked at until one has a valid header.
 _ATTEMPTS = 16
 # Of that chunk, those that say how far it is packed.
 _MOST_STRIPES = 64
+# Of a stripe, as much is packed to see what that saves.
+_MOST_PACKED = 1 << 20
+_PACKED_RANGE = (HEADER_BYTES, HEADER_BYTES + _MOST_PACKED - 1)
 
 
 class Sample(NamedTuple):
@@ -99,6 +104,28 @@ def samples_of(server: PrimaryServers, chunks: Iterable[SeenChunk]) -> dict[Form
                 samples[form] = Sample(chunk, stripe.own, share)
                 break
     return samples
+
+
+def savings(server: PrimaryServers, samples: Iterable[Sample]) -> dict[str, float]:
+    """By model, the share of a stripe's bytes that packing would save; of some that are plain.
+
+    Of sealed ones that is not known.
+    """
+    found: dict[str, float] = {}
+    for each in samples:
+        header, name = each.header, each.chunk.name
+        if each.share < 1 or header.sealed_with is not None or name.key.model_name in found:
+            continue
+        key, nbytes = name.stripe(header.stripe_index), min(header.payload_bytes, _MOST_PACKED)
+        try:
+            ((payload,),) = server.ask_each([key], lambda key: [("GETRANGE", key, *_PACKED_RANGE)])
+        except RedisError:
+            continue
+        if isinstance(payload, bytes) and len(payload) == nbytes:
+            sizes, room = elements_of(header.metadata.serialize()), memoryview(bytearray(nbytes))
+            _, used = pack(payload, sizes, room)
+            found[name.key.model_name] = 1 - used / nbytes if used else 0.0
+    return found
 
 
 def find_missing(

@@ -280,7 +280,7 @@ def _redis(agent: Agent) -> dict[str, Any]:
         "user": user_of(agent.plane.deployment.server.credentials),
         "commands": [each.name for each in agent.plane.commands],
         "key_prefix": agent.config.key_prefix.decode("utf-8", "backslashreplace"),
-        "compress": agent.config.compress,
+        "compress": "lossless" if agent.plane.options.packs else "off",
         "up": state.up,
         "reason": state.reason,
         "last_error": _last_error(state.errors),

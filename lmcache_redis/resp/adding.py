@@ -30,7 +30,7 @@ def add_each(
 
     def refused(error: RedisError) -> RedisError | None:
         note(error)
-        # A user without the right never adds anything: nobody is to wait for it.
+        # A user without the right never adds anything: no caller waits for it.
         return None if error.refusal == "NOPERM" else error
 
     results: dict[bytes, Any] = dict.fromkeys(keys)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode
 
+from lmcache_redis import native
 from lmcache_redis.config import (
     DEFAULT_CONNECTIONS,
     DEFAULT_NETWORK_THREADS,
@@ -73,11 +74,10 @@ class RedisOptions:
     op_timeout_s: for a request and all of its reply; deadlines of operations shorten it.
     probe_interval_s: between two probes of a server that is down. heartbeat_s: between two PINGs to
     a server that is up. ttl_s: seconds until a stored chunk expires (0: never), with ttl_refresh
-    counted from its last load. seal_keys: values are sealed
-    with the first, and only sealed values are loaded. compress: "lossless" packs payloads that are
-    stored, see `codecs`. verify_checksums: False loads damaged values
-    as good; only to measure the cost of checksums. Raises ConfigError for impossible values;
-    `check_url` checks the URL.
+    counted from its last load. seal_keys: values are sealed with the first, and only sealed values
+    are loaded. compress: "lossless" packs payloads that are stored, see `codecs`. verify_checksums:
+    False loads damaged values as good; only to measure the cost of checksums. Raises ConfigError
+    for impossible values; `check_url` checks the URL.
     """
 
     url: str = field(repr=False)
@@ -98,6 +98,11 @@ class RedisOptions:
     seal_keys: SealKeys | None = field(default=None, repr=False)
     compress: str = "off"
     verify_checksums: bool = True
+
+    @property
+    def packs(self) -> bool:
+        """Whether stores are packed: not by numpy, which would hold the GIL for seconds a GiB."""
+        return self.compress == "lossless" and native.packing is not None
 
     @staticmethod
     def of_settings(settings: TierSettings, url: str, **more: Any) -> RedisOptions:

@@ -121,7 +121,7 @@ class RedisPlane:
             more = ", ".join(others) or "no other"
             logger.info("values are sealed with the key %s, and opened with it and %s", first, more)
         moved = "moved by Python, which is slower" if native.moves is None else ""
-        packed = "not packed" if native.packing is None else ""
+        packed = "not packed" if self.options.compress != "off" and not self.options.packs else ""
         if effects := ", and ".join(filter(None, (moved, packed))):
             logger.warning("Stripes are %s: %s", effects, native.why_not or native.why_not_packed)
         self._jobs.timekeeper.start()

@@ -298,8 +298,8 @@ class Sources:
 def _confirmed(belief: Answer, same: Sequence[Answer]) -> Answer:
     """What is believed after answers with the same map, in any order.
 
-    Who is sure comes first, unless its epoch is older. That counts after a doubt of before, if
-    nobody says a newer one.
+    An answer without doubt comes first, unless its epoch is older than the belief's; then one with
+    a newer epoch. One without doubt but with an older epoch replaces only a belief in doubt.
     """
     sure = [each for each in same if not each.doubt]
     latest = [each for each in sure if not _is_newer(belief, each)]

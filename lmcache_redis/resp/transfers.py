@@ -27,7 +27,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
-from lmcache_redis import native
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.errors import (
     RedisClusterDown,
@@ -101,16 +100,15 @@ class Write(ChunkJob[WriteOutcome]):
         self.store_id = store_id
         self.created_unix_ms = created_unix_ms
         self.stored = [0] * chunk.frame.stripe_count
+        chunk.stored_bytes = 0
 
     def ended(self, index: int, found: bytes) -> bool:
         """Under the lock: a stripe is stored. Whether it is the turn of stripe 0."""
         self.in_flight -= 1
+        if self.outcome is None:  # else the chunk may have been let go
+            self.chunk.stored_bytes += self.stored[index]
         self.advance()
         return self.steps_left == 1 and self.outcome is None
-
-    def answer(self, outcome: WriteOutcome) -> None:
-        self.chunk.stored_bytes = sum(self.stored)
-        super().answer(outcome)
 
     def put_first(self) -> None:
         """Queue stripe 0, which makes the chunk visible."""
@@ -129,9 +127,7 @@ class Transfers(ABC):
     may_widen = True
 
     def __init__(self, server: DataServer) -> None:
-        # numpy would hold the GIL for seconds a GiB.
-        may_pack = server.options.compress == "lossless" and native.packing is not None
-        packs = may_pack and not self.is_load
+        packs = server.options.packs and not self.is_load
         self.codec = codec_of(server.options.seal_keys, packs)
         self._server = server
         self._options = server.options

@@ -54,7 +54,7 @@ def form_of(
 
 
 class Transfer:
-    """A chunk to load or to store, in slots between bytes that nobody may write.
+    """A chunk to load or to store, in slots between bytes that must not change.
 
     outcomes: of its answers: there is to be one.
     """

@@ -14,17 +14,10 @@ import pytest
 from lmcache_redis import messages as m
 from lmcache_redis.client import scheduler as scheduler_module
 from lmcache_redis.client.scheduler import SchedulerClient
-from tests.client.test_link import WAIT_S, Agent
+from tests.client.stand_in import WAIT_S, Agent
 
 HASHES = (b"a" * 32, b"b" * 32, b"c" * 32)
 CHUNK_TOKENS = 64
-
-
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Agent]:
-    agent = Agent(tmp_path)
-    yield agent
-    agent.close()
 
 
 @pytest.fixture

@@ -19,44 +19,10 @@ from lmcache_redis import transport
 from lmcache_redis.client import link as link_module
 from lmcache_redis.client import news
 from lmcache_redis.client.link import AgentCall, AgentCalls, AgentLink, lose
-from lmcache_redis.transport import bind_router
+from tests.client.stand_in import WAIT_S, Agent
 from tests.servers import wait_until
 
-WAIT_S = 60.0
 HELLO = m.Hello(0, "e", "m", 1, 0, "0")
-
-
-class Agent:
-    """An agent's socket, which the test reads and answers."""
-
-    def __init__(self, directory: Path) -> None:
-        directory.chmod(0o700)
-        self.endpoint = f"ipc://{directory}/agent.sock"
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.router = bind_router(self._context, self.endpoint)
-
-    def receive(self) -> list[m.Question]:
-        """The questions of the next message that is no heartbeat."""
-        while True:
-            assert self.router.poll(WAIT_S * 1000)
-            self.peer, *frames = self.router.recv_multipart()
-            questions = [transport.decode_question(each) for each in transport.split(frames)]
-            if not isinstance(questions[0], m.Ping):
-                return questions
-
-    def answer(self, answer: m.Answer) -> None:
-        self.router.send_multipart([self.peer, *transport.encode(answer)])
-
-    def close(self) -> None:
-        self.router.close()
-        self._context.term()
-
-
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Agent]:
-    agent = Agent(tmp_path)
-    yield agent
-    agent.close()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.device import export
 from lmcache_redis.processes import process_start_time
-from tests.client.test_link import Agent
+from tests.client.stand_in import Agent
 from tests.harness import WAIT_S, wait_until
 
 

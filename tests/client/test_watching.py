@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.scheduler import ChunkWatch, RankPlace, Ranks
-from tests.client.test_link import WAIT_S, Agent
+from tests.client.stand_in import WAIT_S, Agent
 
 A, B = b"a" * 32, b"b" * 32
 
@@ -25,13 +24,6 @@ def part(worker: int, group: int, *, kv_rank: int | None = None) -> m.RemotePart
 
 
 PARTS = tuple(part(worker, group) for worker in range(2) for group in range(2))
-
-
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Agent]:
-    agent = Agent(tmp_path)
-    yield agent
-    agent.close()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from lmcache_redis.client import worker as worker_module
 from lmcache_redis.client.registering import CacheGroup, SentRegistration
 from lmcache_redis.client.worker import NEVER, TransferOp, WorkerClient
 from lmcache_redis.processes import process_start_time
-from tests.client.test_link import WAIT_S, Agent
+from tests.client.stand_in import WAIT_S, Agent
 from tests.harness import wait_until
 
 HERE = os.getpid(), process_start_time(os.getpid()) or 0
