@@ -39,7 +39,7 @@ _SERVICE_DIRECTORY = Path("/run/lmcache-redis")
 
 MIN_SLOT_BYTES = 4096
 COMPRESSIONS = ("off", "lossless")
-# With a header of 512 bytes a value stays just under 1 MiB, a size class of Redis's allocator.
+# With a header of 640 bytes a value stays just under 1 MiB, a size class of Redis's allocator.
 DEFAULT_SLOT_BYTES = (1 << 20) - 4096
 _BESIDE_SLOTS_BYTES = 4096  # of a pool
 # Why these values: docs/internals/decisions.md.

@@ -13,7 +13,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,12 @@ from benchmarks.report import ratios
 from demo.weights import find_smollm2
 from lmcache_redis import native
 from lmcache_redis.chunks import packing
+from lmcache_redis.chunks.cutting import stripe_payload_bytes
 from lmcache_redis.chunks.metadata import itemsize
+from lmcache_redis.config import DEFAULT_SLOT_BYTES
 
 CHUNK_TOKENS = 256
 BUFFER_BYTES = 1 << 20
-# The formula of docs/reference/value-format.md, with the agent's default of 1 MiB less a header.
-SLOT_BYTES = (1 << 20) - 512
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 VECTORS = ("plain", "avx2", "avx512", "numpy")
 
@@ -108,7 +107,7 @@ def _pack(plain: Bytes, element_bytes: int, into: Bytes) -> int:
 
 
 def _stripes(chunk: Bytes) -> list[Bytes]:
-    size = ceil(chunk.nbytes / ceil(chunk.nbytes / SLOT_BYTES) / 64) * 64
+    size = stripe_payload_bytes(chunk.nbytes, DEFAULT_SLOT_BYTES)
     return [chunk[start : start + size] for start in range(0, chunk.nbytes, size)]
 
 
