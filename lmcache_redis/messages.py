@@ -103,8 +103,9 @@ Failures
   in flight, and answers no ``HELLO``. Then its socket closes.
 - The agent dies: its socket closes. The client fails every pending call, sends ``HELLO`` until an
   agent answers, and registers again.
-- An engine dies or is silent for longer than ten seconds: the agent unpins the chunks of its
-  sessions, unmaps its memory and forgets it.
+- An engine dies, or an agent that listens hears nothing from it for ten seconds: the agent unpins
+  the chunks of its sessions, unmaps its memory and forgets it. An engine that goes on learns that
+  from the next answer, and sends ``HELLO`` again.
 """
 
 from __future__ import annotations
@@ -449,11 +450,16 @@ class StatusReport(Message, frozen=True, tag="STATUS_REPORT"):
 
 
 class Pong(Message, frozen=True, tag="PONG"):
-    """Answers ``PING``. ``mapping``: a registration is in progress, so answers may be late."""
+    """Answers ``PING``.
+
+    mapping: a registration is in progress, so answers may be late. known: the connection has sent
+    HELLO, and the agent has not forgotten its peer since.
+    """
 
     agent_pid: int
     package_version: str
     mapping: bool = False
+    known: bool = True
 
 
 class Failure(Message, frozen=True, tag="FAILURE"):

@@ -281,13 +281,12 @@ class Wakeup:
 class AgentSocket:
     """A DEALER with its monitor. One thread uses it; any may call ``wake``.
 
-    sent_s: when it last sent, or tried to. heard_s: when it last received. Of `time.monotonic()`.
+    sent_s: when it last sent, or tried to, of `time.monotonic()`.
     """
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self.sent_s = 0.0
-        self.heard_s = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
         self._opened: list[zmq.Socket[bytes]] = []
@@ -321,9 +320,7 @@ class AgentSocket:
         """The messages that have come."""
         with contextlib.suppress(zmq.Again):
             while True:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                self.heard_s = time.monotonic()
-                yield frames
+                yield self._socket.recv_multipart(zmq.NOBLOCK)
 
     def connected(self) -> bool:
         """The next event: whether the agent is there now."""

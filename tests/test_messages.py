@@ -74,7 +74,7 @@ ANSWERS: list[m.Message] = [
     m.RetrieveResult(6, (0, 5)),
     m.StatusReport(7, b"{}"),
     m.Pong(8, 1, "0.1.0"),
-    m.Pong(8, 1, "0.1.0", True),
+    m.Pong(8, 1, "0.1.0", True, known=False),
     m.Failure(9, m.REFUSED, "because"),
 ]
 

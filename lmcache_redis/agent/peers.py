@@ -70,8 +70,8 @@ class Peer:
 
     identity: bytes
     hello: m.Hello
-    last_heard_s: float
     greeted_s: float  # when it sent HELLO
+    silent_s: float = 0.0  # since its last message, while the agent listened
     welcomed: bool = False  # it has sent a message since its HELLO, so it has received WELCOME
     registration: Registration | None = None
     holds_stores: bool = False  # of its engine

@@ -89,6 +89,7 @@ class Service:
         self._stopping = False
         self._stop_now = False
         self._summarised = agent.cache.metrics.snapshot()
+        self._kept_s = agent.loop.now()
         agent.loop.every(_HOUSEKEEPING_S, self._housekeeping)
         agent.loop.every(_SUMMARY_S, self._log_summary)
 
@@ -181,7 +182,7 @@ class Service:
                 return
             peer = self._agent.peers.get(identity)
             if peer is not None:
-                peer.last_heard_s = self._agent.loop.now()
+                peer.silent_s = 0.0
                 peer.welcomed = True
             self._handlers.answer(peer, question, reply)
         except WireError as error:
@@ -205,8 +206,7 @@ class Service:
             reply(m.Failure(0, m.REFUSED, "too few file descriptors are free: see the agent's log"))
             return
         if peer is None or not peer.is_same(hello):
-            now_s = self._agent.loop.now()
-            for old in self._agent.peers.add(Peer(identity, hello, now_s, now_s)):
+            for old in self._agent.peers.add(Peer(identity, hello, self._agent.loop.now())):
                 self._handlers.forget(old, "it has reconnected")
         reply(self._welcome)
 
@@ -231,12 +231,15 @@ class Service:
     def _housekeeping(self) -> None:
         self._admission.check()
         now = self._agent.loop.now()
+        # An agent that was stopped, or had no core, has not listened.
+        listened_s = min(now - self._kept_s, 2 * _HOUSEKEEPING_S)
+        self._kept_s = now
         for peer in self._agent.peers:
-            silent_s = now - peer.last_heard_s
+            peer.silent_s += listened_s
             if peer.process_gone():
                 why = "its process has ended"
-            elif silent_s > HEARTBEAT_TIMEOUT_S:
-                why = f"it has been silent for {silent_s:.0f} s"
+            elif peer.silent_s > HEARTBEAT_TIMEOUT_S:
+                why = f"it has been silent for {peer.silent_s:.0f} s"
             else:
                 continue
             if not self._handlers.is_leaving(peer):
@@ -267,9 +270,6 @@ class Handlers:
         self._leaving: set[str] = set()  # engines that have unregistered memory on their own
         explanations = Explanations(agent)
         self._of_tools: Mapping[type, Callable[[Any, Reply], None]] = {
-            m.Ping: lambda question, reply: reply(
-                m.Pong(0, os.getpid(), __version__, agent.peers.mapping > 0)
-            ),
             m.GetChunkSize: lambda question, reply: reply(
                 m.ChunkSize(0, agent.config.chunk_size_tokens)
             ),
@@ -301,7 +301,10 @@ class Handlers:
         peer: None if the connection has sent no HELLO. Raises ``LMCacheRedisError``.
         """
         of_tools = self._of_tools.get(type(question))
-        if of_tools is not None:
+        if isinstance(question, m.Ping):
+            mapping = self._agent.peers.mapping > 0
+            reply(m.Pong(0, os.getpid(), __version__, mapping, known=peer is not None))
+        elif of_tools is not None:
             of_tools(question, reply)
         elif peer is None:
             reply(m.Failure(0, m.UNKNOWN_PEER, "say HELLO first"))

@@ -266,6 +266,7 @@ class AgentLink:
         """Waits for what comes next, for a tick at most, and does what is due."""
         has_messages, has_events = self._socket.wait(_TICK_S)
         if has_messages:
+            self._patience.heard()
             for frames in self._socket.received():
                 self._received(frames)
         if has_events:
@@ -275,12 +276,13 @@ class AgentLink:
                 self._greet()
         self._send_queued()
         now_s = time.monotonic()
+        is_silent = self._patience.is_over(now_s)
         unsent_s = now_s - self._socket.sent_s
         if not self.online:
             if unsent_s >= (_TICK_S if self.refusal is None else _REFUSED_TICK_S):
                 self._greet()
             self._news.is_absent(self.endpoint, now_s)
-        elif now_s - self._socket.heard_s > self._patience.seconds:
+        elif is_silent:
             self._reconnect(f"it has been silent for {self._patience.seconds:g} s")
         elif self._greeting.engine_id != self._hello.engine_id:
             self._send(m.Goodbye(0))
@@ -327,14 +329,17 @@ class AgentLink:
             self._welcomed(answer)
             return
         self._calls.answered(answer)
+        is_known = True
         if isinstance(answer, m.Pong):
             self._patience.is_mapping = answer.mapping
+            is_known = answer.known
         elif isinstance(answer, m.Failure):
-            if answer.code == m.UNKNOWN_PEER and self.online:
-                self._go_offline("it was restarted")
-                self._greet()
-            elif answer.call_id == self._greeting.call_id:
+            is_known = answer.code != m.UNKNOWN_PEER
+            if answer.call_id == self._greeting.call_id:
                 self._refused(answer.reason, of_this_link=answer.code == m.REFUSED)
+        if not is_known and self.online:
+            self._go_offline("it was restarted, or has not heard this engine for too long")
+            self._greet()
 
     def _welcomed(self, welcome: m.Welcome) -> None:
         if self.online:

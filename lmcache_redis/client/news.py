@@ -15,6 +15,8 @@ _ALONE_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _ROW_S = 0.2, 5.0, 60.0
 # To map the memory of a GPU, the agent waits for the driver, which other processes may hold up.
 _MAPPING_S = 10.0
+# A turn of a link takes half of that, if its thread runs.
+_LONGEST_TURN_S = 0.4
 
 
 class AgentNews:
@@ -57,11 +59,24 @@ class AgentNews:
 
 
 class Patience:
-    """How long an agent may be silent. is_mapping: it maps memory, as it said last."""
+    """How long an agent may be silent, and is. is_mapping: it maps memory, as it said last.
+
+    Silence is what a thread hears that listens: one that waits for a core or the GIL hears nothing.
+    """
 
     def __init__(self, dead_after_s: float) -> None:
         self.is_mapping = False
         self._dead_after_s = dead_after_s
+        self._silent_s = self._listened_s = 0.0
+
+    def heard(self) -> None:
+        self._silent_s = 0.0
+
+    def is_over(self, now_s: float) -> bool:
+        """Asked in each turn."""
+        self._silent_s += min(now_s - self._listened_s, _LONGEST_TURN_S)
+        self._listened_s = now_s
+        return self._silent_s > self.seconds
 
     @property
     def seconds(self) -> float:

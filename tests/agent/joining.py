@@ -88,7 +88,7 @@ class Joining:
         now_s = time.monotonic()
         engine_id = f"process of {worker_id}" if unnamed else "engine"
         hello = m.Hello(1, engine_id, "model", 2, worker_id, "0", unnamed)
-        peer = Peer(f"peer {worker_id}".encode(), hello, now_s, now_s - ago_s)
+        peer = Peer(f"peer {worker_id}".encode(), hello, now_s - ago_s)
         self.peers.add(peer)
         return peer
 

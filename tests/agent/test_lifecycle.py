@@ -7,6 +7,7 @@ which peers are forgotten, and when.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import multiprocessing
 import os
@@ -20,9 +21,11 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis import messages as m
+from lmcache_redis.agent import service
 from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.worker import WorkerClient
+from tests.agent.here import AgentHere
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
@@ -100,6 +103,26 @@ def test_a_silent_engine_registers_again_when_it_goes_on(
         engine.go_on.set()
         assert engine.again.wait(60), "it does not hit again"
         assert mapped(agent)
+
+
+def test_who_does_not_listen_finds_nobody_silent(
+    tmp_path: Path,
+    redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An agent and an engine without the GIL, for longer than each waits for the other."""
+    monkeypatch.setattr(service, "HEARTBEAT_TIMEOUT_S", 2.0)
+    with (
+        AgentHere(tmp_path / "agent", redis_server.unix_url) as here,
+        Engine(here.endpoint, agent_dead_after_s=2.0) as engine,
+    ):
+        engine.wait_ready()
+        for _ in range(2):
+            ctypes.PyDLL(None).usleep(3_000_000)  # keeps it
+            time.sleep(1.0)
+        assert here.counter("heartbeat_losses") == 0
+    assert "lost the agent" not in caplog.text
 
 
 def test_an_engine_that_unregisters_and_ends_is_no_loss(

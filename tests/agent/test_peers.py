@@ -37,7 +37,7 @@ class Played:
         """A peer of a world of two, registered if it has a layout."""
         hello = m.Hello(1, engine_id, model, 2, worker_id, "0", unnamed, client)
         identity = f"{engine_id} {worker_id} {client}".encode()
-        peer = Peer(identity, hello, NOW_S, NOW_S - ago_s)
+        peer = Peer(identity, hello, NOW_S - ago_s)
         if layout is not None and worker_id is not None:
             form: Any = SimpleNamespace(kv_rank=worker_id, fingerprint=layout)
             device: Any = None
@@ -55,11 +55,11 @@ def test_a_newer_connection_replaces_the_old() -> None:
     played = Played()
     old = played.join("a", 0)
     others = [played.join("a", 1), played.join("a", None), played.join("b", 0)]
-    new = Peer(b"reconnected", old.hello, NOW_S, NOW_S)
+    new = Peer(b"reconnected", old.hello, NOW_S)
     assert played.peers.add(new) == [old]
     assert played.peers.get(old.identity) is None
     assert [*played.peers] == [*others, new]
-    again = Peer(b"reconnected", others[0].hello, NOW_S, NOW_S)  # the same connection
+    again = Peer(b"reconnected", others[0].hello, NOW_S)  # the same connection
     assert played.peers.add(again) == [others[0], new]
 
 
@@ -68,7 +68,7 @@ def test_another_client_of_the_same_engine_and_rank_stays() -> None:
     one, other = (played.join("a", 0, client=each, layout=b"0") for each in "12")
     schedulers = [played.join("a", None, client=each) for each in "34"]
     assert [*played.peers] == [one, other, *schedulers]
-    again = Peer(b"reconnected", one.hello, NOW_S, NOW_S)
+    again = Peer(b"reconnected", one.hello, NOW_S)
     assert played.peers.add(again) == [one]
     assert played.peers.has_namesake(again)
     assert played.peers.has_namesake(schedulers[0])

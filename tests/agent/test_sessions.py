@@ -110,7 +110,7 @@ def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_peer_is_removed_unless_another_has_its_connection() -> None:
     peers = Peers()
-    first, second = (Peer(b"1", m.Hello(0, "e", "m", 1, None, "0"), 0.0, 0.0) for _ in range(2))
+    first, second = (Peer(b"1", m.Hello(0, "e", "m", 1, None, "0"), 0.0) for _ in range(2))
     peers.add(first)
     assert peers.add(second) == [first]
     peers.remove(first)
