@@ -177,8 +177,9 @@ def test_what_a_slow_link_cannot_store_is_the_end_of_prompts(
     link: LimitedLink, tmp_path: Path
 ) -> None:
     """Two prompts of ten chunks in a queue of fifteen."""
+    options = {"pool_bytes": 30 * 98304 + 4096, "lookup_deadline_s": 60.0}
     with (
-        AgentServer(tmp_path / "agent", link.url, pool_bytes=30 * 98304 + 4096) as agent,
+        AgentServer(tmp_path / "agent", link.url, **options) as agent,
         Engine(agent.endpoint) as engine,
     ):
         prompts = [block_hashes(f"prompt {n}", 40) for n in range(3)]

@@ -163,7 +163,7 @@ def test_without_frequencies_the_last_uses_count(
             client.set(stripe_key(key, 1), b"x")
         client.set(stripe_key(b"lmcr2:other", 0), b"x")
         wait_until(
-            lambda: client.object("IDLETIME", stripe_key(keys[0], 0)) >= 1, "a second without use"
+            lambda: client.object("IDLETIME", stripe_key(keys[-1], 0)) >= 1, "a second without use"
         )
         client.touch(stripe_key(keys[77], 0), stripe_key(keys[5], 0))
     plane = plane_of(redis_server.unix_url)

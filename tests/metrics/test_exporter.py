@@ -91,6 +91,7 @@ def test_idle_clients_shut_out_no_probe(port: int, monkeypatch: pytest.MonkeyPat
         wait_until(lambda: serving() == len(clients), "as many clients as are served")
         for _ in range(3):
             assert get(port, "/healthz")[0] == 200
+            wait_until(lambda: serving() < len(clients), "the end of what served the probe")
         assert [is_closed(each) for each in clients] == [True] + [False] * (len(clients) - 1)
 
 

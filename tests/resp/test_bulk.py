@@ -129,10 +129,11 @@ class Lanes:
         drain: bool = True,
         within_s: float = 5.0,
         verify: bool = True,
+        is_sending: bool = False,
     ) -> Moved:
         handles = self.handles[:lanes]
         until = time.monotonic() + within_s
-        call = MoveCall(handles, tasks, in_flight, False, drain, until, verify)
+        call = MoveCall(handles, tasks, in_flight, is_sending, drain, until, verify)
         return self._mover.move(call, is_load=True)
 
     def store(
@@ -282,7 +283,10 @@ def test_a_reply_that_stops_anywhere(mover: Mover, end: str) -> None:
                 lanes.servers[0].shutdown(socket.SHUT_WR)
                 assert failure_of(lanes.load_one(task))[0] == End.LOST
                 continue
-            assert lanes.load([task]) == Moved([0], [], 0)
+            moved = lanes.load([task])
+            while moved.sending == errno.EAGAIN:  # a call may end early on a busy machine
+                moved = lanes.load([task], 1, is_sending=True)
+            assert moved == Moved([0], [], 0)
             lanes.servers[0].sendall(reply[cut:])
             assert lanes.load_one(task, 1) == STORE_ID
             assert slot == payload
