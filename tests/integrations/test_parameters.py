@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from lmcache_redis.integrations.vllm.parameters import (
     Parameters,
@@ -111,6 +113,18 @@ def test_the_history_of_scales_that_follow_images_is_no_weight() -> None:
 
     assert read(encoder(True, 1, 1)) == read(encoder(True, 2, 3))
     assert digest(encoder(False, 1, 1)) != digest(encoder(False, 2, 1))
+
+
+def test_a_rotary_table_that_the_first_step_converts_is_no_weight() -> None:
+    """As in gpt-oss, whose tables are made in float32."""
+    computing = model()
+    with set_current_vllm_config(VllmConfig()):
+        computing.rotary_emb = RotaryEmbedding(64, 64, 128, 10000.0, True, torch.float32)
+    before = read(computing)
+    query = torch.rand(4, 64, dtype=torch.bfloat16)
+    computing.rotary_emb.forward_native(torch.arange(4), query, query.clone())
+    assert computing.rotary_emb.cos_sin_cache.dtype == torch.bfloat16
+    assert read(computing) == before
 
 
 def test_ranks_are_known_together() -> None:

@@ -233,7 +233,8 @@ class Cell:
         self._expected = [answer.outputs[0] for answer in answers]
         self._leads = [answer.details["margins"][0] for answer in answers]
         different = {tuple(answer) for answer in self._expected}
-        assert len(different) == len(answers), "two prompts have the same answer"
+        # Few prompts may have the same answer by chance: wrong KV shows in the others.
+        assert len(different) >= 0.9 * len(answers), "many prompts have the same answer"
 
     def _check(self, answers: Sequence[list[int]], result: Result, phase: str) -> None:
         where = f"{result.server}, {phase}"

@@ -11,8 +11,9 @@ weights      parameters and buffers, and what vLLM has packed and keeps elsewher
 everything   also other tensors of the modules, which vLLM derives from weights when it loads them:
              a trainer that only writes weights leaves them as they were
 
-Left out is what computing changes: KV caches, buffers for indices, and the history of scales that
-follow the images seen (fp8 attention of encoders).
+Left out is what computing changes: KV caches, buffers for indices, the history of scales that
+follow the images seen (fp8 attention of encoders), and tables of rotary embeddings, which the first
+step converts to the type of its queries (gpt-oss) or makes of parameters (FoPE).
 
 vLLM packs the linear layers of a CPU in memory that cannot be read: `watch_packing` has a digest
 made when it packs them. Layers that are offloaded by prefetching have staging buffers in place of
@@ -40,7 +41,7 @@ _MULTIPLIER = 6364136223846793005  # odd, so that no bit is lost
 _SEED = 0x6C6D6372
 
 # vLLM's names of tensors that computing changes.
-_CHANGING = re.compile(r"kv_cache|_fp8_[qkv]_amax|.*_(buffer|counter)")
+_CHANGING = re.compile(r"kv_cache|_fp8_[qkv]_amax|.*_(buffer|counter)|cos_sin_cache")
 # These follow the history beside them, if there is one: vLLM's `MMEncoderAttention`.
 _FOLLOWS = re.compile(r"_fp8_([qkv])_scale")
 # Offloaders whose parameters are the weights themselves, wherever they lie.
