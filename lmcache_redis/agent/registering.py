@@ -156,7 +156,7 @@ class Registering:
             return
         peer.registration = registration
         self._cache.metrics.count("registrations")
-        groups = "; ".join(map(_sentence, registration.forms))
+        groups = "; ".join(dict.fromkeys(map(_sentence, registration.forms)))
         logger.info("registered %s: %s", _name(peer), groups)
         if self._cache.warming is not None:
             self._cache.warming.warm(registration.forms)
