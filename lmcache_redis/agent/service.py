@@ -270,6 +270,7 @@ class Handlers:
         self._leaving: set[str] = set()  # engines that have unregistered memory on their own
         explanations = Explanations(agent)
         self._of_tools: Mapping[type, Callable[[Any, Reply], None]] = {
+            m.Ping: lambda question, reply: self._pong(reply, known=False),
             m.GetChunkSize: lambda question, reply: reply(
                 m.ChunkSize(0, agent.config.chunk_size_tokens)
             ),
@@ -281,6 +282,7 @@ class Handlers:
             m.Trust: lambda question, reply: reply(m.Done(0, agent.trust.restore())),
         }
         self._of_peers: Mapping[type, Callable[[Peer, Any, Reply], None]] = {
+            m.Ping: lambda peer, question, reply: self._pong(reply, known=True),
             m.RegisterKVCache: self._register,
             m.UnregisterKVCache: self._unregister,
             m.Lookup: self._lookup,
@@ -300,16 +302,14 @@ class Handlers:
 
         peer: None if the connection has sent no HELLO. Raises ``LMCacheRedisError``.
         """
+        of_peers = self._of_peers.get(type(question))
         of_tools = self._of_tools.get(type(question))
-        if isinstance(question, m.Ping):
-            mapping = self._agent.peers.mapping > 0
-            reply(m.Pong(0, os.getpid(), __version__, mapping, known=peer is not None))
+        if peer is not None and of_peers is not None:
+            of_peers(peer, question, reply)
         elif of_tools is not None:
             of_tools(question, reply)
-        elif peer is None:
-            reply(m.Failure(0, m.UNKNOWN_PEER, "say HELLO first"))
         else:
-            self._of_peers[type(question)](peer, question, reply)
+            reply(m.Failure(0, m.UNKNOWN_PEER, "say HELLO first"))
 
     def forget(self, peer: Peer, why: str) -> None:
         """Drops a peer and its registration; for a scheduler, also the sessions of its engine.
@@ -329,6 +329,9 @@ class Handlers:
     def is_leaving(self, peer: Peer) -> bool:
         """Whether its engine has unregistered: at its end vLLM may leave no time for a GOODBYE."""
         return peer.engine_id in self._leaving
+
+    def _pong(self, reply: Reply, *, known: bool) -> None:
+        reply(m.Pong(0, os.getpid(), __version__, self._agent.peers.mapping > 0, known))
 
     def _register(self, peer: Peer, question: m.RegisterKVCache, reply: Reply) -> None:
         self._leaving.discard(peer.engine_id)

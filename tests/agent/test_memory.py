@@ -25,7 +25,7 @@ from tests.harness import WAIT_S, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
 # Requests in each of two rounds, asked in batches.
-TIMES, BATCH = 1000, 50
+TIMES, BATCH = 400, 20
 BLOCKS = range(8)  # two chunks
 LEASE_S = 1.0
 DEADLINE_S = 0.3
@@ -42,6 +42,7 @@ class Place:
         # The threads of both share one lock, which a machine may hold up.
         self.engine = Engine(self.here.endpoint, agent_dead_after_s=WAIT_S)
         self.worker, self.scheduler = self.engine.workers[0].link, self.engine.scheduler.link
+        self.lease_s = LEASE_S
         self._fill_history()
 
     def close(self) -> None:
@@ -113,7 +114,7 @@ class Place:
         ask(self.scheduler, [m.EndSession(0, name) for name in requests])
 
     def _blocks(self) -> tuple[tuple[int, ...], int]:
-        return tuple(BLOCKS), time.monotonic_ns() + int(LEASE_S * 1e9)
+        return tuple(BLOCKS), time.monotonic_ns() + int(self.lease_s * 1e9)
 
 
 def ask(link: Any, questions: Sequence[m.Message]) -> list[AgentCall]:
@@ -174,7 +175,7 @@ def test_chunks_are_stored_and_loaded(
 ) -> None:
     """With a pool of few chunks, so that every request loads."""
     disk = {"disk_path": str(tmp_path / "disk"), "disk_size": 8 << 20} if tier == "disk" else {}
-    place = make(pool_bytes=4 << 20, lookup_deadline_s=1.0, **disk)
+    place = make(pool_bytes=4 << 20, lookup_deadline_s=5.0, **disk)
 
     def use(number: int) -> None:
         # Two rounds ago; since then the pool has lost it.
@@ -185,11 +186,12 @@ def test_chunks_are_stored_and_loaded(
         place.retrieve(loaded)
         place.end(loaded)
 
-    assert place.left_by(use, 20) == []
-    assert place.counter(f"hit_chunks_{tier}") > 200
+    assert place.left_by(use, 10) == []
+    assert place.counter(f"hit_chunks_{tier}") > 100
 
 
 def test_chunks_are_stored_and_retrieved(place: Place) -> None:
+    place.lease_s = 3.0  # none may end on a busy machine
     place.store(["hit:"])
 
     def use(number: int) -> None:
@@ -244,7 +246,7 @@ def test_copies_that_fail(place: Place, monkeypatch: pytest.MonkeyPatch, fault: 
         place.end(hits)
 
     assert place.left_by(use, 10) == []
-    assert place.counter("retrieves_failed") >= 1000
+    assert place.counter("retrieves_failed") >= TIMES
 
 
 def test_questions_that_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +330,7 @@ def test_redis_that_hangs(place: Place, redis_server: RedisServer) -> None:
         place.end(some(number))
 
     assert place.left_by(use, 10) == []
-    assert place.counter("miss_redis_silent") + place.counter("miss_redis_error") >= 1000
+    assert place.counter("miss_redis_silent") + place.counter("miss_redis_error") >= TIMES
 
 
 def test_redis_that_goes_and_comes(make: Callable[..., Place], redis_server: RedisServer) -> None:
