@@ -28,7 +28,7 @@ from lmcache_redis.errors import ConfigError, DeviceError, FormatError, GpuLost,
 
 logger = logging.getLogger(__name__)
 
-MAX_GROUPS = 256
+MAX_GROUPS = 2048  # of layers, or shares of them
 
 _Worker = tuple[str, "int | None"]  # engine id, worker id
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from lmcache_redis.chunks.names import Reach
 from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.device.shares import HeadShares, default_shares, shares_of_rank
+from tests import cuda_driver
+from tests.cuda_driver.engine import GpuEngine, gpus
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.servers import RedisServer, stripe_keys
 
@@ -39,6 +42,7 @@ class ShardedEngine(Engine):
         shares: int | None = None,
         beside: bool = False,
         dtype: torch.dtype = torch.float32,
+        **options: Any,
     ) -> None:
         self.heads, self.ranks = heads, ranks
         self._shares = shares or default_shares(heads)
@@ -49,6 +53,7 @@ class ShardedEngine(Engine):
             layers=len(self._layers),
             dtype=dtype,
             identity={"rank": "any"},
+            **options,
         )
 
     def new_caches(
@@ -56,7 +61,7 @@ class ShardedEngine(Engine):
     ) -> dict[str, torch.Tensor]:
         local = max(1, self.heads // self.ranks)
         shape = (self.num_blocks, local, 2, TOKENS, SIZE)
-        return {name: torch.zeros(shape, dtype=dtype) for name in names}
+        return super().new_caches(rank, names, shape, dtype)
 
     def groups_of(self, rank: int, caches: dict[str, torch.Tensor], dtype: str) -> list[CacheGroup]:
         shares = shares_of_rank(self.heads, self._shares, rank, self.ranks)
@@ -98,6 +103,22 @@ class ShardedEngine(Engine):
                 if not torch.equal(cache, expected):
                     return False
         return True
+
+
+class GpuShardedEngine(ShardedEngine, GpuEngine):
+    """On a GPU of the tests' driver, which writes late."""
+
+    def fill(self, model: torch.Tensor, blocks: Sequence[int]) -> None:
+        for rank, caches in enumerate(self.caches):
+            first = rank * self.heads // self.ranks
+            for layer, cache in enumerate(caches.values()):
+                for number, block in enumerate(blocks):
+                    own = model[layer, number, first : first + cache.shape[1]]
+                    self._host.write(cache[block], own)
+
+    def holds(self, model: torch.Tensor, blocks: Sequence[int]) -> bool:
+        self._host.synchronize()
+        return super().holds(model, blocks)
 
 
 def kv(heads: int, layers: int = LAYERS, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -145,6 +166,26 @@ def test_one_size_loads_what_another_has_stored(
         engine.store("r", HASHES, LOADED)
         agent.wait_idle()
     assert values(redis_server) == stored
+
+
+@pytest.mark.skipif(cuda_driver.missing() is not None, reason=f"{cuda_driver.missing()}")
+@pytest.mark.parametrize("direct", [1024, 1 << 20], ids=["direct", "kernels"])
+def test_shares_on_gpus(tmp_path: Path, redis_server: RedisServer, direct: int) -> None:
+    model, options = kv(4), {"direct_copy_bytes": direct}
+    for name, ranks in (("one", 1), ("two", 2)):
+        with (
+            gpus(devices=2, delay_us=300) as host,
+            AgentServer(tmp_path / name, redis_server.unix_url, **options) as agent,
+            GpuShardedEngine(agent.endpoint, ranks, 4, host=host, gpus=(0, 1)) as engine,
+        ):
+            if ranks == 1:
+                engine.fill(model, STORED)
+                engine.store("r", HASHES, STORED)
+                agent.wait_idle()
+            else:
+                assert engine.lookup("r", HASHES) == 256
+                assert engine.retrieve("r", HASHES, LOADED) == set()
+                assert engine.holds(model, LOADED)
 
 
 @pytest.mark.parametrize("is_sealed", [False, True], ids=["plain", "sealed"])
