@@ -170,19 +170,20 @@ def _explained(scratch: ScratchCache, dim: int, dtype: torch.dtype) -> str:
             own = _bytes_of(part)
             part.zero_()
             found.append((own, _bytes_of(scratch.memory)))
-        before, after = found
-        if before[0] == after[0] or before[1] != after[1]:
+        (before, rest), (after, same) = found
+        if torch.equal(before, after) or not torch.equal(rest, same):
             raise Unsupported(f"dimension {dim} does not count heads")
     digest = hashlib.blake2b(digest_size=16)
     of_a_head = [(shape[0], 1, shape[2]) for shape in scratch.shapes]
     for numbers in numbered(of_a_head):
         scratch.write([each.repeat(1, len(parts), 1) for each in numbers], dtype)
-        written = {_bytes_of(part) for part in parts}
-        if len(written) != 1:
+        first, *others = [_bytes_of(part) for part in parts]
+        if not all(torch.equal(first, each) for each in others):
             raise Unsupported("its heads are packed differently")
-        digest.update(*written)
+        digest.update(first.cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-def _bytes_of(part: torch.Tensor) -> bytes:
-    return bytes(part.contiguous().view(torch.uint8).cpu().numpy())
+def _bytes_of(part: torch.Tensor) -> torch.Tensor:
+    """A copy, on its device."""
+    return part.clone(memory_format=torch.contiguous_format).view(torch.uint8)
