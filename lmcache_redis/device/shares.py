@@ -94,7 +94,10 @@ def find_share(
             raise view.refuse(f"has no heads {share.first} to {share.first + share.heads - 1}")
         head_bytes = math.prod(view.shape) // heads // num_blocks * view.itemsize
         if not stride <= head_bytes <= _MOST_RUNS * parts * stride:
-            raise view.refuse("is not head-major: the tokens of a head do not follow each other")
+            raise view.refuse(
+                "is not head-major: the tokens of a head do not follow each other, as they do with "
+                "kv_cache_layout BLHNC"
+            )
         page_bytes[view.name] = share.heads * stride
         shape = (*view.shape[:dim], share.heads, *view.shape[dim + 1 :])
         narrow.append(replace(view, shape=shape, offset=view.offset + share.first * stride))

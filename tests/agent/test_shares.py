@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ WINDOW = Reach("window", 70)  # the last two chunks of a prefix
 class ShardedEngine(Engine):
     """Engine of one model with ``heads`` KV heads, head-major, over ``ranks`` ranks.
 
-    beside: a second group, of a sliding window over as many heads.
+    beside: a second group, of a sliding window over as many heads, or of states, which are not cut.
     """
 
     def __init__(
@@ -40,13 +41,14 @@ class ShardedEngine(Engine):
         heads: int = 8,
         *,
         shares: int | None = None,
-        beside: bool = False,
+        beside: Literal["", "window", "state"] = "",
         dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> None:
         self.heads, self.ranks = heads, ranks
         self._shares = shares or default_shares(heads)
-        self._layers = [f"layer.{number}" for number in range(LAYERS * (1 + beside))]
+        self._beside = beside
+        self._layers = [f"layer.{number}" for number in range(LAYERS * (1 + bool(beside)))]
         super().__init__(
             endpoint,
             world_size=ranks,
@@ -67,16 +69,18 @@ class ShardedEngine(Engine):
         shares = shares_of_rank(self.heads, self._shares, rank, self.ranks)
         heads = HeadShares(dict.fromkeys(caches, 1), shares, self._shares)
         replicas = max(1, self.ranks // self.heads)
-        replica = (rank % replicas, replicas)
-        names = [self._layers[:LAYERS], self._layers[LAYERS:]]
-        return [
-            CacheGroup(
-                {name: caches[name] for name in some}, dtype, TOKENS, reach,
-                heads=heads, replica=replica,
-            )
-            for some, reach in zip(names, (Reach(), WINDOW), strict=True)
-            if some
-        ]  # fmt: skip
+        cut: dict[str, Any] = {"heads": heads, "replica": (rank % replicas, replicas)}
+        first, others = (
+            {name: caches[name] for name in names}
+            for names in (self._layers[:LAYERS], self._layers[LAYERS:])
+        )
+        groups = [CacheGroup(first, dtype, TOKENS, **cut)]
+        if self._beside == "window":
+            groups.append(CacheGroup(others, dtype, TOKENS, WINDOW, **cut))
+        elif self._beside == "state":
+            own = {"tensor_parallel": str(self.ranks), "rank": str(rank)}
+            groups.append(CacheGroup(others, dtype, TOKENS, Reach("state"), own))
+        return groups
 
     def ops(
         self, hashes: Sequence[bytes], block_ids: Sequence[int], skip_first_n_tokens: int = 0
@@ -84,7 +88,10 @@ class ShardedEngine(Engine):
         op = self.op(hashes, block_ids, skip_first_n_tokens)
         if len(self._layers) == LAYERS:
             return [op]
-        return [op, TransferOp(op.block_ids, op.hashes, op.skip_blocks, group=1)]
+        if self._beside == "window":
+            return [op, replace(op, group=1)]
+        # A chunk's part has the state after its last block.
+        return [op, TransferOp(op.block_ids[3::4], op.hashes, group=1)]
 
     def fill(self, model: torch.Tensor, blocks: Sequence[int]) -> None:
         """model: of all heads, [layer, block, head, ...]."""
@@ -238,20 +245,40 @@ def test_groups_beside_each_other_are_cut_each_for_itself(
     model, url = kv(4, 2 * LAYERS), redis_server.unix_url
     with (
         AgentServer(tmp_path / "one", url) as agent,
-        ShardedEngine(agent.endpoint, 2, 4, beside=True) as engine,
+        ShardedEngine(agent.endpoint, 2, 4, beside="window") as engine,
     ):
         engine.fill(model, STORED)
         engine.store("r", HASHES, STORED)
         agent.wait_idle()
     with (
         AgentServer(tmp_path / "two", url) as agent,
-        ShardedEngine(agent.endpoint, 1, 4, beside=True) as engine,
+        ShardedEngine(agent.endpoint, 1, 4, beside="window") as engine,
     ):
         assert engine.lookup("r", HASHES) == 256
         # Of four chunks all that full attention needs, and what the window does: two.
         assert agent.counter("loaded_chunks") == 4 * 4 + 4 * 2
         assert engine.retrieve("r", HASHES, LOADED) == set()
         assert engine.holds(model, LOADED)
+
+
+def test_states_beside_shares_are_for_engines_of_one_size(agent: AgentServer) -> None:
+    model = kv(4, 2 * LAYERS)
+    with (
+        ShardedEngine(agent.endpoint, 2, 4, beside="state") as engine,
+        ShardedEngine(agent.endpoint, 2, 4, beside="state") as like,
+        ShardedEngine(agent.endpoint, 1, 4, beside="state") as other,
+    ):
+        engine.fill(model, STORED)
+        engine.store("r", HASHES, STORED)
+        agent.wait_idle()
+        assert like.lookup("r", HASHES) == 256
+        assert other.lookup("r", HASHES) == 0
+        other.fill(model, STORED)
+        other.store("r", HASHES, STORED)
+        assert other.lookup("again", HASHES) == 256
+        # Its shares were there.
+        agent.wait_idle()
+        assert agent.counter("stored_chunks") == 4 * 4 + 4 * 2 + 4
 
 
 def test_other_shares_are_another_layout(agent: AgentServer) -> None:
