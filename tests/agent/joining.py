@@ -14,9 +14,9 @@ from typing import Any
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
+from lmcache_redis.agent.handlers import Handlers
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.registering import form_of
-from lmcache_redis.agent.service import Handlers
 from lmcache_redis.cache.pool import Arena, Entry
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.names import ChunkForm

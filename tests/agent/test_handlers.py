@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.agent.service import check_blocks
+from lmcache_redis.agent.handlers import check_blocks
 from lmcache_redis.errors import WireError
 from tests.agent.joining import HASHES, Joining
 

@@ -31,8 +31,8 @@ CORE = (
     "chunks.names", "chunks.keys", "chunks.frame", "chunks.metadata", "cache.pool", "cache.parts",
     "cache.lookup", "cache.writebehind", "device.table", "device.layout", "resp.control",
     "resp.transfers", "resp.node", "resp.maps", "resp.sources", "resp.net.wire", "client.link",
-    "agent.peers", "agent.service", "agent.lookups", "agent.jobs", "agent.sessions",
-    "seal.__init__",
+    "agent.peers", "agent.service", "agent.handlers", "agent.lookups", "agent.jobs",
+    "agent.sessions", "seal.__init__",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.agent import registering, service
+from lmcache_redis.agent import handlers, registering
 from lmcache_redis.agent.jobs import CopyJob, RetrieveJob, StoreJob
 from lmcache_redis.agent.lookups import LookupJob
 from lmcache_redis.agent.sessions import Session
@@ -165,7 +165,7 @@ MISTAKES: dict[str, tuple[Callable[[Patch], object], str]] = {
         "has stopped with|not answered|not ended",
     ),
     "does not end a session": (
-        lambda patch: patch.setattr(service.Handlers, "end_expired", lambda self, now_s: None),
+        lambda patch: patch.setattr(handlers.Handlers, "end_expired", lambda self, now_s: None),
         "'sessions'",
     ),
     "does not answer a lookup that it cancels": (

@@ -183,7 +183,7 @@ def test_a_disk_that_hangs_holds_up_neither_others_nor_the_end(tmp_path: Path) -
                     assert other.get(key) == key.encode()
                     return len([*disk.rglob("*.lmcr")]) == len(before)
 
-                wait_until(is_given_up)
+                wait_until(is_given_up, "PUTs that go to Redis alone", 120.0)
                 assert other.healthy()
             status, said = process.end()
         assert status == 0
