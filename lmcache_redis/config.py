@@ -46,6 +46,7 @@ _BESIDE_SLOTS_BYTES = 4096  # of a pool
 DEFAULT_CONNECTIONS = 4
 DEFAULT_NETWORK_THREADS = 1
 MAX_CONNECTIONS = 64
+MOST_SHARES = 255  # a byte of a key
 MAX_TTL_S = 10 * 366 * 86_400
 
 
@@ -366,11 +367,21 @@ class ClientConfig:
         True,
     )
     load_always: bool = setting("load every hit, also where computing is faster", False)
+    share_across_tp: bool = setting(
+        "share with other tensor-parallel sizes that set this too; needs head-major pages (BLHNC)",
+        False,
+    )
+    kv_shares: int | None = setting(
+        "values that the KV heads of a chunk are divided into, the same on all engines",
+        None,
+        shown="8 at most",
+        between=(1, MOST_SHARES),
+    )
     # The values are vLLM's names.
     kv_cache_layout: str | None = setting(
         "order of vLLM's KV cache in memory (vLLM 0.29 or newer): all layers of a block are one "
-        "piece, which a GPU copies without a kernel. Not shared with engines of another order, "
-        "and not asked for in a `MultiConnector`",
+        "piece, which a GPU copies without a kernel. Engines of another order do not share. Not in "
+        "a `MultiConnector`",
         None,
         choices=("BLNHC", "BLHNC"),
     )
@@ -381,6 +392,8 @@ class ClientConfig:
         for name in ("weights_id", "weights_run"):
             if (given := getattr(self, name)) is not None and not 1 <= len(given) <= 256:
                 raise ConfigError(f"{option_name(name)} is {given!r}: write 1 to 256 characters")
+        if self.kv_shares is not None and not self.share_across_tp:
+            raise ConfigError("--kv-shares needs share_across_tp: set that as well")
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> ClientConfig:

@@ -181,7 +181,7 @@ class GetChunkSize(Message, frozen=True, tag="GET_CHUNK_SIZE"):
 
 
 class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One group of a worker's layers: which rank names its parts, and their layout."""
+    """A group of a worker's layers, or a share of it: which rank names its parts, their layout."""
 
     kv_rank: int
     layout: KVLayout

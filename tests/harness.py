@@ -180,7 +180,7 @@ class Engine:
             self.caches.append(caches)
             try:
                 worker.register_groups(
-                    [CacheGroup(caches, str(dtype).removeprefix("torch."), self.block_size_tokens)],
+                    self.groups_of(rank, caches, str(dtype).removeprefix("torch.")),
                     num_blocks=num_blocks,
                     identity={"rank": str(rank), **(identity or {})},
                 )
@@ -197,6 +197,9 @@ class Engine:
         import torch
 
         return {name: torch.zeros(shape, dtype=dtype) for name in names}
+
+    def groups_of(self, rank: int, caches: dict[str, torch.Tensor], dtype: str) -> list[CacheGroup]:
+        return [CacheGroup(caches, dtype, self.block_size_tokens)]
 
     def wait_ready(self, timeout_s: float = WAIT_S) -> float:
         return wait_until(
@@ -222,6 +225,12 @@ class Engine:
         size = self.scheduler.num_blocks_per_chunk() or 4
         return [*hashes[size - 1 :: size]]
 
+    def ops(
+        self, hashes: Sequence[bytes], block_ids: Sequence[int], skip_first_n_tokens: int = 0
+    ) -> list[TransferOp]:
+        """One for each group."""
+        return [self.op(hashes, block_ids, skip_first_n_tokens)]
+
     def op(
         self, hashes: Sequence[bytes], block_ids: Sequence[int], skip_first_n_tokens: int = 0
     ) -> TransferOp:
@@ -231,10 +240,9 @@ class Engine:
     def store(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Stores, and waits until no block is read any more."""
         for worker in self.workers:
-            (store,) = worker.begin_stores(
-                [request_id], [self.op(hashes, block_ids)], worker.signal()
-            )
-            wait_until(lambda store=store: store.over, what="a store")
+            ops = self.ops(hashes, block_ids)
+            for store in worker.begin_stores([request_id] * len(ops), ops, worker.signal()):
+                wait_until(lambda store=store: store.over, what="a store")
 
     def compare(
         self,
@@ -290,11 +298,12 @@ class Engine:
         block_ids: Sequence[int],
         skip_first_n_tokens: int = 0,
     ) -> list[RetrieveTransfer]:
-        """One of every worker."""
-        op = self.op(hashes, block_ids, skip_first_n_tokens)
+        """Of every worker, one for each group, or for each share of it."""
+        ops = self.ops(hashes, block_ids, skip_first_n_tokens)
         return [
-            worker.begin_retrieves([request_id], [op], worker.signal())[0]
+            load
             for worker in self.workers
+            for load in worker.begin_retrieves([request_id] * len(ops), ops, worker.signal())
         ]
 
     def close(self) -> None:

@@ -292,12 +292,22 @@ def test_unknown_settings_of_an_engine_are_refused() -> None:
         {"agent_dead_after_s": 0},
         {"kv_cache_layout": "LBNHC"},
         {"kv_cache_layout": ["BLNHC"]},
+        {"share_across_tp": "yes"},
+        {"kv_shares": 8},  # without share_across_tp
     ],
 )
 def test_impossible_settings_of_an_engine_are_refused(extra: dict[str, Any]) -> None:
     (name,) = extra
     with pytest.raises(ConfigError, match=name.replace("_", "[-_]")):
         ClientConfig.from_extra_config(extra)
+
+
+def test_the_number_of_shares_is_bounded() -> None:
+    config = ClientConfig.from_extra_config({"share_across_tp": True, "kv_shares": 16})
+    assert (config.share_across_tp, config.kv_shares) == (True, 16)
+    for number in (0, 256, 2.5, "8 shares"):
+        with pytest.raises(ConfigError, match=r"kv[-_]shares"):
+            ClientConfig.from_extra_config({"share_across_tp": True, "kv_shares": number})
 
 
 @pytest.mark.parametrize("config", [AgentConfig, GatewayConfig, ClientConfig])

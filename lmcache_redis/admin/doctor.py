@@ -226,7 +226,12 @@ def _need_of_engine(
     need: Need, workers: Sequence[Mapping[str, Any]], slot_bytes: int, packs: bool
 ) -> Need:
     first = workers[0]
-    groups = {group["layout"]: group for each in workers for group in each["groups"]}
+    # Shares have one layout. An older agent names no rank.
+    groups = {
+        (group["layout"], group.get("kv_rank")): group
+        for each in workers
+        for group in each["groups"]
+    }
     chunk_tokens = first["chunk_tokens"]
     chunks = max(1, need.prompt_tokens // chunk_tokens)
     steps = -(-need.prompt_tokens // SizeOptions().step_tokens)

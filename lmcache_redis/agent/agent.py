@@ -216,6 +216,7 @@ def _worth(peers: Peers, counters: Mapping[str, float]) -> dict[str, Any]:
 def _group(form: ChunkForm) -> dict[str, Any]:
     return {
         "layout": form.fingerprint.hex(),
+        "kv_rank": form.kv_rank,
         "part_bytes": form.chunk_bytes,
         "reach": form.reach.kind,
         "reach_tokens": form.reach.tokens,

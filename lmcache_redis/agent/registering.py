@@ -28,7 +28,7 @@ from lmcache_redis.errors import ConfigError, DeviceError, FormatError, GpuLost,
 
 logger = logging.getLogger(__name__)
 
-MAX_GROUPS = 256
+MAX_GROUPS = 2048  # of layers, or shares of them
 
 _Worker = tuple[str, "int | None"]  # engine id, worker id
 
@@ -156,7 +156,7 @@ class Registering:
             return
         peer.registration = registration
         self._cache.metrics.count("registrations")
-        groups = "; ".join(map(_sentence, registration.forms))
+        groups = "; ".join(dict.fromkeys(map(_sentence, registration.forms)))
         logger.info("registered %s: %s", _name(peer), groups)
         if self._cache.warming is not None:
             self._cache.warming.warm(registration.forms)

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from lmcache_redis.chunks.metadata import dtype_name
-from lmcache_redis.device.layout import MAX_SEGMENTS, MergedAt, Pages, Segment, coalesce
+from lmcache_redis.device.layout import (
+    MAX_SEGMENTS,
+    MergedAt,
+    Pages,
+    Segment,
+    coalesce,
+    distinct,
+)
 from lmcache_redis.errors import DeviceError, FormatError
 
 if TYPE_CHECKING:
@@ -94,28 +101,37 @@ class _Blocks(NamedTuple):
 
 
 def find_segments(
-    views: Sequence[TensorView], num_blocks: int, block_strides: Mapping[str, int] | None = None
+    views: Sequence[TensorView],
+    num_blocks: int,
+    block_strides: Mapping[str, int] | None = None,
+    page_bytes: Mapping[str, int] | None = None,
 ) -> PagedSegments:
     """Coalesced segments that cover every byte of every tensor, and no other.
 
     views: tensors in chunk order. Two names for one tensor are copied once. num_blocks: blocks as
     the engine numbers them. block_strides: bytes from block to block, by tensor name, if the engine
     reports them. They decide which dimension counts blocks if several have that size. With them, a
-    dimension of a multiple of that size may count equal, consecutive parts of blocks. Raises
-    DeviceError if no dimension or more than one can count blocks, a tensor overlaps itself, or more
-    than 65,536 segments are needed. The message names the tensor and its shape.
+    dimension of a multiple of that size may count equal, consecutive parts of blocks. page_bytes:
+    of each page, by tensor name, if pages are not to depend on what touches them: then they are not
+    merged either. Raises DeviceError if no dimension or more than one can count blocks, a tensor
+    overlaps itself or has no such pages, or more than 65,536 segments are needed. The message names
+    the tensor and its shape.
     """
     if num_blocks <= 0:
         raise DeviceError(f"a KV cache has at least one block, not {num_blocks}")
-    hints = block_strides or {}
-    tensors = [_blocks(view, num_blocks, hints.get(view.name)) for view in views]
+    hints, sizes = block_strides or {}, page_bytes or {}
+    tensors = [
+        _blocks(view, num_blocks, hints.get(view.name), sizes.get(view.name)) for view in views
+    ]
     pieces = [math.prod(each.outer_sizes) for each in tensors]
     if sum(pieces) > _MAX_PIECES:
         raise _scattered(views, pieces, sum(pieces), _MAX_PIECES)
-    segments, merged = coalesce([piece for each in tensors for piece in _segments(each)])
+    merge = distinct if page_bytes else coalesce
+    segments, merged = merge([piece for each in tensors for piece in _segments(each)])
     if len(segments) > MAX_SEGMENTS:
         raise _scattered(views, pieces, len(segments), MAX_SEGMENTS)
-    digest = hashlib.blake2b(digest_size=16, person=b"lmcr-pages-1")
+    person = b"lmcr-shares-1" if page_bytes else b"lmcr-pages-1"
+    digest = hashlib.blake2b(digest_size=16, person=person)
     locations = iter(merged)
     elements: list[Pages] = []
     for each, count in zip(tensors, pieces, strict=True):
@@ -167,7 +183,9 @@ def _scattered(
     )
 
 
-def _blocks(view: TensorView, num_blocks: int, hint: int | None) -> _Blocks:
+def _blocks(
+    view: TensorView, num_blocks: int, hint: int | None, page_limit: int | None = None
+) -> _Blocks:
     if 0 in view.shape:
         raise view.refuse("is empty")
     dim, parts = block_dimension(view, num_blocks, hint)
@@ -184,10 +202,12 @@ def _blocks(view: TensorView, num_blocks: int, hint: int | None) -> _Blocks:
     # The page grows outward from one element while it is dense.
     page_bytes, in_page = view.itemsize, set()
     for each in sorted(inside, key=lambda each: each.stride):
-        if each.stride != page_bytes:
+        if each.stride != page_bytes or page_bytes == page_limit:
             break
         page_bytes *= each.size
         in_page.add(each)
+    if page_limit not in (None, page_bytes):
+        raise view.refuse(f"has no pages of {page_limit} bytes")
     return _Blocks(
         view,
         stride if counted else extent,

@@ -265,3 +265,9 @@ def coalesce(segments: Sequence[Segment]) -> tuple[tuple[Segment, ...], tuple[Me
         for position in parts
     }
     return tuple(whole for whole, _ in merged), tuple(found[i] for i in range(len(segments)))
+
+
+def distinct(segments: Sequence[Segment]) -> tuple[tuple[Segment, ...], tuple[MergedAt, ...]]:
+    """As `coalesce`, and merges nothing but exact duplicates."""
+    places = {segment: number for number, segment in enumerate(dict.fromkeys(segments))}
+    return tuple(places), tuple(MergedAt(places[segment], 0) for segment in segments)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -188,6 +189,28 @@ def test_the_need_of_an_engine_is_that_of_its_model(nodes: int, compress: str) -
     plain = size_model(config, "org/model", of(False))
     need = doctor._as_registered(Need(prompt_tokens=32768), report)
     assert need.loaded_per_token == pytest.approx(plain.loaded_bytes_per_token)
+
+
+def test_shares_of_one_layout_are_added_up() -> None:
+    """And those that two ranks have are counted once."""
+
+    def need_of(*ranks: Sequence[int]) -> float:
+        share = {
+            "layout": "one", "part_bytes": 1 << 20, "reach": "all", "reach_tokens": 0, "dtypes": [],
+        }  # fmt: skip
+        workers = [
+            {
+                **{"engine_id": "e", "model": "org/model", "world_size": len(ranks)},
+                "chunk_tokens": 256,
+                "groups": [{**share, "kv_rank": rank} for rank in held],
+            }
+            for held in ranks
+        ]
+        report = {"engines": workers, "pool": {"slot_bytes": DEFAULT_SLOT_BYTES}, "redis": {}}
+        return doctor._as_registered(Need(prompt_tokens=32768), report).kv_bytes_per_token
+
+    assert need_of([0, 1, 2, 3]) == need_of([0, 1], [2, 3]) == 4 * need_of([0])
+    assert need_of([0], [0], [1], [1]) == need_of([0, 1])
 
 
 def test_the_need_of_what_is_packed(own_server: RedisServer) -> None:

@@ -123,12 +123,12 @@ BIG = replace(LAYOUT, segments=(Segment(0, 0, 20_000, 20_000),))
 @pytest.mark.parametrize(
     ("groups", "why"),
     [
-        ([], "0 groups; there may be 1 to 256"),
-        ([group_of(0)] * 257, "257 groups; there may be 1 to 256"),
+        ([], "0 groups; there may be 1 to 2048"),
+        ([group_of(0)] * 2049, "2049 groups; there may be 1 to 2048"),
         ([replace(group_of(0), fingerprint=bytes(32))], "different fingerprints of one layout"),
         ([group_of(0, BIG)], "does not fit the host pool"),
         ([group_of(0)] * 17, "does not fit the host pool"),
-        ([group_of(0)] * 256, "does not fit the host pool"),
+        ([group_of(0)] * 2048, "does not fit the host pool"),
         ([group_of(0), group_of(0, NO_BLOCKS)], "of whole blocks"),
         ([replace(group_of(0), layout=HUGE)], "chunks of this KV cache cannot be cached"),
     ],

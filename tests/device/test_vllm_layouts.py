@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from lmcache_redis.device.blocks import view_tensors
 from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.cpu import CpuDevice
 from lmcache_redis.device.layout import KVLayout
+from lmcache_redis.device.shares import Share, find_share
+from lmcache_redis.errors import DeviceError
 from tests.device.layouts import empty_slots, one
 
 pytestmark = pytest.mark.engine  # imports vLLM, which takes as long as starting a small one
@@ -20,18 +23,20 @@ BLOCKS, TOKENS, LAYERS = 11, 8, 3
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 
 
-def make_caches(name: str, padding: int, kernel_block: int) -> tuple[dict[str, Any], int]:
+def make_caches(
+    name: str, padding: int, kernel_block: int, heads: int = 2
+) -> tuple[dict[str, Any], int]:
     """Tensors by layer, and vLLM's block stride, from an allocation of random bytes."""
     interface = pytest.importorskip("vllm.v1.kv_cache_interface")
     layouts = pytest.importorskip("vllm.v1.kv_cache_layout")
     layout = layouts.KVCacheLayout[name]
     spec = interface.FullAttentionSpec(
-        block_size=TOKENS, num_kv_heads=2, head_size=4, dtype=torch.float16
+        block_size=TOKENS, num_kv_heads=heads, head_size=4, dtype=torch.float16
     )
     page = spec.page_size_bytes + padding
     if padding:
         spec = interface.FullAttentionSpec(
-            block_size=TOKENS, num_kv_heads=2, head_size=4, dtype=torch.float16,
+            block_size=TOKENS, num_kv_heads=heads, head_size=4, dtype=torch.float16,
             page_size_padded=page,
         )  # fmt: skip
     layer_stride, block_stride = interface.compute_layout_strides(spec, BLOCKS, LAYERS, layout)[:2]
@@ -91,3 +96,28 @@ def test_layouts_of_equal_page_sizes_are_told_apart() -> None:
         shared = export_kv_caches([caches], BLOCKS, dict.fromkeys(caches, block_stride))
         formats.add(shared.groups[0].page_format)
     assert len(formats) == 4
+
+
+@pytest.mark.parametrize("kernel_block", [0, TOKENS // 2])
+def test_head_major_layouts_are_cut_by_head(kernel_block: int) -> None:
+    """A share of two heads of four has the bytes and the format of all heads of two."""
+    found = set()
+    for name, heads in (("LBHNC", 4), ("LBHNC", 2), ("BLHNC", 4), ("BLHNC", 2)):
+        if kernel_block and name == "BLHNC":
+            continue  # vLLM has no such layout
+        caches, block_stride = make_caches(name, 0, kernel_block, heads)
+        hints, dims = dict.fromkeys(caches, block_stride), dict.fromkeys(caches, 1)
+        views, storages = view_tensors(caches)
+        pages = find_share(views, BLOCKS, dims, Share(0, 0, 2), hints)
+        segments, whole = pages.segments, storages[0].nbytes() // BLOCKS
+        assert sum(each.page_bytes for each in segments) == whole * 2 // heads
+        found.add((pages.page_format, pages.pages, *(each.page_bytes for each in segments)))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("name", ["LBNHC", "BLNHC", "BHLNC", "LHBNC"])
+def test_other_layouts_are_not(name: str) -> None:
+    caches, block_stride = make_caches(name, 0, 0)
+    hints, dims = dict.fromkeys(caches, block_stride), dict.fromkeys(caches, 1)
+    with pytest.raises(DeviceError, match="not head-major"):
+        find_share(view_tensors(caches)[0], BLOCKS, dims, Share(0, 0, 2), hints)

@@ -125,7 +125,8 @@ def test_a_setting_in_a_pair_counts_there(
 
 def test_the_pairs_are_those_of_an_engine(config: VllmConfig) -> None:
     of_layers = {"kv_packing", "kv_scales"}  # probe.py makes them
-    assert identity(config).keys() | of_layers == PAIRS.keys()
+    of_shares = {"kv_shares"}
+    assert identity(config).keys() | of_layers | of_shares == PAIRS.keys()
 
 
 def test_a_setting_that_is_left_out_does_not(

@@ -8,14 +8,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache_redis.chunks.metadata import dtype_name
 from lmcache_redis.client.registering import CacheGroup, SentRegistration
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
-from lmcache_redis.errors import DeviceError
+from lmcache_redis.device.shares import HeadShares
+from lmcache_redis.errors import DeviceError, LMCacheRedisError
 from lmcache_redis.integrations.vllm import needs
 from lmcache_redis.integrations.vllm.engine import Engine, recompute_failed_loads
 from lmcache_redis.integrations.vllm.epoch import Epochs
@@ -26,6 +27,7 @@ from lmcache_redis.integrations.vllm.identity.engine_identity import (
     model_name,
     require_looks,
 )
+from lmcache_redis.integrations.vllm.identity.heads import cut_by_head
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.identity.probe import kv_identity
 from lmcache_redis.integrations.vllm.parameters import UNREAD
@@ -37,10 +39,12 @@ from lmcache_redis.integrations.vllm.support import (
     LayerGroup,
     adapters_only,
     block_strides,
+    has_heads,
     left_out_groups,
     may_load,
     shard_of_rank,
     supported_groups,
+    total_kv_heads,
 )
 
 if TYPE_CHECKING:
@@ -52,6 +56,8 @@ if TYPE_CHECKING:
     from lmcache_redis.integrations.vllm.reports.events import Announcer
 
 logger = logging.getLogger("vllm.lmcache_redis")
+
+_T = TypeVar("_T")
 
 
 def _speaks_for_its_node(parallel: ParallelConfig) -> bool:
@@ -71,7 +77,7 @@ class SetUp:
     """What is found out at the start. beside_others: in a MultiConnector, if
     this is the scheduler's process.
 
-    pairs: of the identity, by part: they are made once.
+    made: parts of the identity, and how groups are cut: they are made once.
     """
 
     vllm_config: VllmConfig
@@ -79,7 +85,7 @@ class SetUp:
     config: ClientConfig
     beside_others: bool
     groups: Sequence[LayerGroup]
-    pairs: dict[str, dict[str, str]] = field(default_factory=dict)
+    made: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, connector: KVConnectorBase_V1, *, takes_failed_loads: bool) -> SetUp:
@@ -125,7 +131,9 @@ class SetUp:
             "process %d at %s",
             model_name(self.vllm_config),
             self.vllm_config.parallel_config.rank,
-            " and ".join(part.fingerprint.hex()[:16] for part in registration.place.parts),
+            " and ".join(
+                dict.fromkeys(part.fingerprint.hex()[:16] for part in registration.place.parts)
+            ),
             registration.chunk_tokens,
             registration.welcome.agent_pid,
             self.config.endpoint,
@@ -170,11 +178,34 @@ class SetUp:
         names = RequestNames(epochs, media, adapters)
         return ConnectorScheduler(client, planner, names, policy, recorder, announcer)
 
-    def _once(self, part: str, make: Callable[[], dict[str, str]]) -> dict[str, str]:
-        """The pairs of a part, made at the first registration."""
-        if part not in self.pairs:
-            self.pairs[part] = make()
-        return self.pairs[part]
+    def _once(self, part: str, make: Callable[[], _T]) -> _T:
+        """What is made at the first registration."""
+        if part not in self.made:
+            self.made[part] = make()
+        found: _T = self.made[part]
+        return found
+
+    def _cut(
+        self, group: LayerGroup, kv_caches: Mapping[str, Any], strides: Mapping[str, int]
+    ) -> tuple[HeadShares | None, dict[str, str]]:
+        """How a group is cut into shares, and the pairs of these; None and none if it is not."""
+        try:
+            return cut_by_head(
+                self.vllm_config,
+                kv_caches,
+                total_kv_heads(self.vllm_config.model_config),
+                self.config.kv_shares,
+                num_blocks=self.kv_cache_config.num_blocks,
+                block_size_tokens=group.block_size_tokens,
+                block_strides=strides,
+            )
+        except LMCacheRedisError as error:
+            logger.warning(
+                "KV cache group %d is not shared with other tensor-parallel sizes: %s",
+                group.number,
+                error,
+            )
+            return None, {}
 
     def register(self, client: WorkerClient, kv_caches: Mapping[str, Any]) -> None:
         """Exports this rank's paged KV cache, and registers it with this and every later agent.
@@ -225,6 +256,11 @@ class SetUp:
             shard, shards, replicas = shard_of_rank(vllm_config, spec)
             if replicas > 1:
                 pairs["rank"] = f"shard {shard} of {shards}"
+            heads = None
+            if self.config.share_across_tp and has_heads(spec):
+                cut = partial(self._cut, group, some, strides)
+                heads, of_shares = self._once(f"shares of group {group.number}", cut)
+                pairs |= of_shares
             cache_groups.append(
                 CacheGroup(
                     some,
@@ -234,6 +270,7 @@ class SetUp:
                     pairs,
                     shard=(shard, shards),
                     replica=(rank % replicas, replicas),
+                    heads=heads,
                 )
             )
         client.register_groups(

@@ -248,7 +248,7 @@ def shard_of_rank(vllm_config: VllmConfig, spec: KVCacheSpec) -> tuple[int, int,
     """
     parallel = vllm_config.parallel_config
     size = parallel.tensor_parallel_size
-    heads = _total_kv_heads(vllm_config.model_config)
+    heads = total_kv_heads(vllm_config.model_config)
     replicas = math.gcd(*(_replicas(each, size, heads) for each in _inner_specs(spec)))
     return parallel.rank // replicas, parallel.world_size // replicas, replicas
 
@@ -265,7 +265,13 @@ def _replicas(spec: Any, size: int, total_kv_heads: int | None) -> int:
     return size // shards if shards and size % shards == 0 else 1
 
 
-def _total_kv_heads(model: ModelConfig) -> int | None:
+def has_heads(spec: Any) -> bool:
+    """Whether the ranks of a group divide its bytes by KV head: not latents, nor states."""
+    kinds = [type(each).__name__ for each in _inner_specs(spec)]
+    return not any("MLA" in kind or kind == "MambaSpec" for kind in kinds)
+
+
+def total_kv_heads(model: ModelConfig) -> int | None:
     """KV heads of every layer, over all ranks; None if layers may differ."""
     config = model.hf_text_config.to_dict()
     counts = [value for name, value in config.items() if _KV_HEADS.search(name)]

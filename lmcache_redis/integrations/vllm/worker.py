@@ -254,7 +254,7 @@ class ConnectorWorker:
         return self._next.ended[self._rank]
 
     def _took(self, name: str, span: str, begun: _Begun, found: Mapping[str, int]) -> None:
-        """Records that a transfer has ended. found: chunks, counted once for each group."""
+        """Records that a transfer has ended. found: chunks, once for each group, or its share."""
         self._recorder.observe(name, time.monotonic() - begun.begun_s, str(self._rank))
         error = "chunks_failed" if found.get("failed_chunks") else ""
         attributes = {"rank": self._rank, **found}

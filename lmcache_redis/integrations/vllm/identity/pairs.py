@@ -158,11 +158,12 @@ PAIRS: Mapping[str, Pair] = {
     ),
     "platform_config": Pair("", VllmConfig="additional_config"),
     "block_hash": Pair("the hash algorithm"),
-    "tensor_parallel": Pair("the split"),
+    "tensor_parallel": Pair("the split; `any` of shares of heads, as with `share_across_tp`"),
+    "kv_shares": Pair("how many shares of heads there are in all"),
     "pipeline_parallel": Pair("the split"),
     "layer_split": Pair("which layers are in which stage", environment="VLLM_PP_LAYER_PARTITION"),
     "rank": Pair(
         "the worker's; where several ranks hold the same bytes (MLA, fewer KV heads than ranks), "
-        "`shard I of N`, equal for them"
+        "`shard I of N`, equal for them; of shares of heads, `stage I of N`"
     ),
 }

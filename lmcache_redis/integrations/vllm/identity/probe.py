@@ -16,7 +16,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,7 @@ logger = logging.getLogger("vllm.lmcache_redis")
 
 _BLOCKS = 2
 # 64 values with two bits of mantissa: exact in float32, bfloat16, float16, e4m3 and e5m2.
-_VALUES = [
+VALUES = [
     sign * (1 + quarters / 4) * 2.0**exponent
     for sign in (1, -1)
     for exponent in range(-3, 5)
@@ -62,16 +62,14 @@ def kv_identity(
         if needs.SHARED_LAYER.of(layer) is not None:
             continue  # it reads the KV of another layer
         try:
-            scales.append(_scales(layer))
-            # A kernel's blocks may be parts of the engine's blocks.
-            bound = needs.LAYER_CACHE.of(layer)
-            cache = bound if isinstance(bound, torch.Tensor) and bound.numel() else tensor
-            kind = _kind(layer, cache)
+            scales.append(scales_of(layer))
+            cache = cache_of(layer, tensor)
+            kind = kind_of(layer, cache)
             if kind not in found:
                 stride = block_strides.get(name)
-                scratch = _scratch(cache, num_blocks, stride, block_size_tokens)
                 with torch.inference_mode():
-                    found[kind] = _probe(layer, *scratch, vllm_config.model_config.dtype)
+                    scratch = ScratchCache(layer, cache, num_blocks, stride, block_size_tokens)
+                    found[kind] = _probe(scratch, vllm_config.model_config.dtype)
             digests.append(found[kind])
         except Exception as error:  # a backend may raise anything
             digests.append(_unprobed(layer, tensor))
@@ -89,21 +87,27 @@ def digest_of(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
-def _scales(layer: Any) -> list[list[float] | None]:
+def cache_of(layer: Any, registered: torch.Tensor) -> torch.Tensor:
+    """What its backend writes to: a kernel's blocks may be parts of the engine's blocks."""
+    bound = needs.LAYER_CACHE.of(layer)
+    return bound if isinstance(bound, torch.Tensor) and bound.numel() else registered
+
+
+def scales_of(layer: Any) -> list[list[float] | None]:
     return [
         each.detach().double().flatten().tolist() if isinstance(each, torch.Tensor) else None
         for each in (needs.K_SCALE.of(layer), needs.V_SCALE.of(layer))
     ]
 
 
-def _kind(layer: Any, cache: torch.Tensor) -> str:
+def kind_of(layer: Any, cache: torch.Tensor) -> str:
     """Layers of one kind share a probe."""
     sizes = [each.of(layer) for each in needs.LAYER_SIZES]
     impl, dtype = needs.LAYER_IMPL.of(layer), needs.KV_CACHE_DTYPE.of(layer)
     backend = f"{type(impl).__module__}.{type(impl).__qualname__}"
     storage = (tuple(cache.shape), cache.stride(), cache.dtype)
     variant = (needs.ISA.of(layer), dtype, vars(impl).get("attn_type"))
-    return repr((backend, sizes, storage, variant, _scales(layer)))
+    return repr((backend, sizes, storage, variant, scales_of(layer)))
 
 
 def _unprobed(layer: Any, registered: torch.Tensor) -> str:
@@ -113,54 +117,68 @@ def _unprobed(layer: Any, registered: torch.Tensor) -> str:
     return repr((type(layer).__name__, type(backend).__qualname__, settings, registered.dtype))
 
 
-def _probe(
-    layer: Any, memory: torch.Tensor, cache: torch.Tensor, tokens: int, dtype: torch.dtype
-) -> str:
-    """The digest of ``memory``, whose view ``cache`` has room for ``tokens``."""
-    slots = torch.arange(tokens, dtype=torch.int64, device=cache.device)
-    # Backends keep state from the first cache that they see.
-    layer, impl = copy.copy(layer), copy.copy(needs.LAYER_IMPL.of(layer))
-    update, dtype_name = needs.KV_UPDATE.of(impl), needs.KV_CACHE_DTYPE.of(layer)
-    latent = needs.KV_LORA_RANK.is_in(layer)  # MLA: a latent vector per token, and a rotary part
-    if latent:
-        shapes = [(tokens, layer.kv_lora_rank), (tokens, 1, layer.qk_rope_head_dim)]
-    else:
-        value_size = needs.HEAD_SIZE_V.of(layer) or layer.head_size
-        shapes = [(tokens, layer.num_kv_heads, size) for size in (layer.head_size, value_size)]
-    elements = sum(math.prod(shape) for shape in shapes)
-    digest = hashlib.blake2b(digest_size=16)
-    digit = 1
-    while digit < elements:
-        memory.zero_()
-        key, value = _known(layer, shapes, digit, dtype, slots.device)
-        if latent:
-            update(key, value, cache, slots, dtype_name, needs.K_SCALE.of(layer))
+class ScratchCache:
+    """A cache of two blocks like a layer's own, to which the layer's backend writes.
+
+    shapes: of K and V for all its tokens. memory: its bytes. cache: a view of them.
+    """
+
+    def __init__(
+        self, layer: Any, like: torch.Tensor, num_blocks: int, stride: int | None, tokens: int
+    ) -> None:
+        self.memory, self.cache, room = _scratch(like, num_blocks, stride, tokens)
+        # Backends keep state from the first cache that they see.
+        self._layer, self._impl = copy.copy(layer), copy.copy(needs.LAYER_IMPL.of(layer))
+        self._slots = torch.arange(room, dtype=torch.int64, device=like.device)
+        self._is_latent = needs.KV_LORA_RANK.is_in(layer)
+        if self._is_latent:  # MLA: a latent vector per token, and a rotary part
+            self.shapes = [(room, layer.kv_lora_rank), (room, 1, layer.qk_rope_head_dim)]
         else:
-            update(layer, key, value, cache, slots)
-        digest.update(memory.cpu().numpy().tobytes())
-        digit *= len(_VALUES)
+            sizes = (layer.head_size, needs.HEAD_SIZE_V.of(layer) or layer.head_size)
+            self.shapes = [(room, layer.num_kv_heads, size) for size in sizes]
+
+    def write(self, numbers: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        """Writes these K and V, and zero elsewhere. numbers: float32, of `VALUES`."""
+        layer, update = self._layer, needs.KV_UPDATE.of(self._impl)
+        key, value = self._scaled(numbers, dtype)
+        self.memory.zero_()
+        if self._is_latent:
+            name = needs.KV_CACHE_DTYPE.of(layer)
+            update(key, value, self.cache, self._slots, name, needs.K_SCALE.of(layer))
+        else:
+            update(layer, key, value, self.cache, self._slots)
+
+    def _scaled(self, numbers: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        known = []
+        for each, scale in zip(numbers, (needs.K_SCALE, needs.V_SCALE), strict=True):
+            each, factor = each.to(self._slots.device), scale.of(self._layer)
+            if str(needs.KV_CACHE_DTYPE.of(self._layer)).startswith("fp8") and isinstance(
+                factor, torch.Tensor
+            ):
+                factor = factor.to(device=each.device, dtype=torch.float32)
+                each = each * (factor if factor.numel() == 1 else factor.reshape(-1, 1))
+            known.append(each.to(dtype))
+        return known
+
+
+def _probe(scratch: ScratchCache, dtype: torch.dtype) -> str:
+    """The digest of what the layer's backend writes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for numbers in numbered(scratch.shapes):
+        scratch.write(numbers, dtype)
+        digest.update(scratch.memory.cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-def _known(
-    layer: Any, shapes: list[tuple[int, ...]], digit: int, dtype: torch.dtype, device: torch.device
-) -> list[torch.Tensor]:
-    """K and V of one round: of each element's index, the digit with the value ``digit``."""
-    values = torch.tensor(_VALUES, dtype=torch.float32, device=device)
-    known = []
-    first = 0
-    for shape, scale in zip(shapes, (needs.K_SCALE, needs.V_SCALE), strict=True):
-        indices = torch.arange(first, first + math.prod(shape), device=device)
-        first += math.prod(shape)
-        numbers = values[(indices // digit) % len(_VALUES)].reshape(shape)
-        factor = scale.of(layer)
-        if str(needs.KV_CACHE_DTYPE.of(layer)).startswith("fp8") and isinstance(
-            factor, torch.Tensor
-        ):
-            factor = factor.to(device=device, dtype=torch.float32)
-            numbers = numbers * (factor if factor.numel() == 1 else factor.reshape(-1, 1))
-        known.append(numbers.to(dtype))
-    return known
+def numbered(shapes: Sequence[tuple[int, ...]]) -> Iterator[list[torch.Tensor]]:
+    """K and V for each round: of each element's number, one digit as a value."""
+    values = torch.tensor(VALUES, dtype=torch.float32)
+    sizes = [math.prod(shape) for shape in shapes]
+    digit = 1
+    while digit < sum(sizes):
+        digits = values[torch.arange(sum(sizes)) // digit % len(VALUES)]
+        yield [part.reshape(shape) for part, shape in zip(digits.split(sizes), shapes, strict=True)]
+        digit *= len(VALUES)
 
 
 def _scratch(

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of several TP sizes, whose KV is cut into shares: each loads what others have stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from lmcache_redis.chunks.names import Reach
+from lmcache_redis.client.registering import CacheGroup
+from lmcache_redis.client.worker import TransferOp
+from lmcache_redis.device.shares import HeadShares, default_shares, shares_of_rank
+from tests import cuda_driver
+from tests.cuda_driver.engine import GpuEngine, gpus
+from tests.harness import AgentServer, Engine, block_hashes
+from tests.servers import RedisServer, stripe_keys
+
+pytestmark = pytest.mark.servers
+
+HASHES = block_hashes("prompt", 16)  # 4 chunks
+STORED, LOADED = range(16), range(20, 36)
+LAYERS, TOKENS, SIZE = 3, 16, 16
+WINDOW = Reach("window", 70)  # the last two chunks of a prefix
+
+
+class ShardedEngine(Engine):
+    """Engine of one model with ``heads`` KV heads, head-major, over ``ranks`` ranks.
+
+    beside: a second group, of a sliding window over as many heads, or of states, which are not cut.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        ranks: int,
+        heads: int = 8,
+        *,
+        shares: int | None = None,
+        beside: Literal["", "window", "state"] = "",
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        self.heads, self.ranks = heads, ranks
+        self._shares = shares or default_shares(heads)
+        self._beside = beside
+        self._layers = [f"layer.{number}" for number in range(LAYERS * (1 + bool(beside)))]
+        super().__init__(
+            endpoint,
+            world_size=ranks,
+            layers=len(self._layers),
+            dtype=dtype,
+            identity={"rank": "any"},
+            **options,
+        )
+
+    def new_caches(
+        self, rank: int, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        local = max(1, self.heads // self.ranks)
+        shape = (self.num_blocks, local, 2, TOKENS, SIZE)
+        return super().new_caches(rank, names, shape, dtype)
+
+    def groups_of(self, rank: int, caches: dict[str, torch.Tensor], dtype: str) -> list[CacheGroup]:
+        shares = shares_of_rank(self.heads, self._shares, rank, self.ranks)
+        heads = HeadShares(dict.fromkeys(caches, 1), shares, self._shares)
+        replicas = max(1, self.ranks // self.heads)
+        cut: dict[str, Any] = {"heads": heads, "replica": (rank % replicas, replicas)}
+        first, others = (
+            {name: caches[name] for name in names}
+            for names in (self._layers[:LAYERS], self._layers[LAYERS:])
+        )
+        groups = [CacheGroup(first, dtype, TOKENS, **cut)]
+        if self._beside == "window":
+            groups.append(CacheGroup(others, dtype, TOKENS, WINDOW, **cut))
+        elif self._beside == "state":
+            own = {"tensor_parallel": str(self.ranks), "rank": str(rank)}
+            groups.append(CacheGroup(others, dtype, TOKENS, Reach("state"), own))
+        return groups
+
+    def ops(
+        self, hashes: Sequence[bytes], block_ids: Sequence[int], skip_first_n_tokens: int = 0
+    ) -> list[TransferOp]:
+        op = self.op(hashes, block_ids, skip_first_n_tokens)
+        if len(self._layers) == LAYERS:
+            return [op]
+        if self._beside == "window":
+            return [op, replace(op, group=1)]
+        # A chunk's part has the state after its last block.
+        return [op, TransferOp(op.block_ids[3::4], op.hashes, group=1)]
+
+    def fill(self, model: torch.Tensor, blocks: Sequence[int]) -> None:
+        """model: of all heads, [layer, block, head, ...]."""
+        for rank, caches in enumerate(self.caches):
+            first = rank * self.heads // self.ranks
+            for layer, cache in enumerate(caches.values()):
+                cache[list(blocks)] = model[layer, :, first : first + cache.shape[1]]
+
+    def holds(self, model: torch.Tensor, blocks: Sequence[int]) -> bool:
+        """Whether these blocks have the model's KV, and all others nothing."""
+        for rank, caches in enumerate(self.caches):
+            first = rank * self.heads // self.ranks
+            for layer, cache in enumerate(caches.values()):
+                expected = torch.zeros_like(cache)
+                expected[list(blocks)] = model[layer, :, first : first + cache.shape[1]]
+                if not torch.equal(cache, expected):
+                    return False
+        return True
+
+
+class GpuShardedEngine(ShardedEngine, GpuEngine):
+    """On a GPU of the tests' driver, which writes late."""
+
+    def fill(self, model: torch.Tensor, blocks: Sequence[int]) -> None:
+        for rank, caches in enumerate(self.caches):
+            first = rank * self.heads // self.ranks
+            for layer, cache in enumerate(caches.values()):
+                for number, block in enumerate(blocks):
+                    own = model[layer, number, first : first + cache.shape[1]]
+                    self._host.write(cache[block], own)
+
+    def holds(self, model: torch.Tensor, blocks: Sequence[int]) -> bool:
+        self._host.synchronize()
+        return super().holds(model, blocks)
+
+
+def kv(heads: int, layers: int = LAYERS, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn((layers, len(STORED), heads, 2, TOKENS, SIZE)).to(dtype)
+
+
+def values(redis_server: RedisServer) -> int:
+    with redis_server.client() as client:
+        return len(stripe_keys(client))
+
+
+@pytest.mark.parametrize(
+    ("heads", "shares", "sizes"),
+    [
+        (8, 8, (1, 2)),
+        (8, 8, (2, 1)),
+        (8, 4, (4, 1)),
+        (2, 2, (1, 4)),  # fewer heads than ranks
+        (2, 2, (4, 2)),
+        (1, 1, (2, 1)),
+    ],
+)
+def test_one_size_loads_what_another_has_stored(
+    tmp_path: Path, redis_server: RedisServer, heads: int, shares: int, sizes: tuple[int, int]
+) -> None:
+    model, url = kv(heads), redis_server.unix_url
+    with (
+        AgentServer(tmp_path / "one", url) as agent,
+        ShardedEngine(agent.endpoint, sizes[0], heads, shares=shares) as engine,
+    ):
+        engine.fill(model, STORED)
+        engine.store("r", HASHES, STORED)
+        agent.wait_idle()
+        assert agent.counter("stored_chunks") == 4 * shares, "each share once"
+    stored = values(redis_server)
+    with (
+        AgentServer(tmp_path / "two", url) as agent,
+        ShardedEngine(agent.endpoint, sizes[1], heads, shares=shares) as engine,
+    ):
+        assert engine.lookup("r", HASHES) == 256
+        assert agent.counter("loaded_chunks") == 4 * shares
+        assert engine.retrieve("r", HASHES, LOADED) == set()
+        assert engine.holds(model, LOADED)
+        # What it computes is there already.
+        engine.store("r", HASHES, LOADED)
+        agent.wait_idle()
+    assert values(redis_server) == stored
+
+
+@pytest.mark.skipif(cuda_driver.missing() is not None, reason=f"{cuda_driver.missing()}")
+@pytest.mark.parametrize("direct", [1024, 1 << 20], ids=["direct", "kernels"])
+def test_shares_on_gpus(tmp_path: Path, redis_server: RedisServer, direct: int) -> None:
+    model, options = kv(4), {"direct_copy_bytes": direct}
+    for name, ranks in (("one", 1), ("two", 2)):
+        with (
+            gpus(devices=2, delay_us=300) as host,
+            AgentServer(tmp_path / name, redis_server.unix_url, **options) as agent,
+            GpuShardedEngine(agent.endpoint, ranks, 4, host=host, gpus=(0, 1)) as engine,
+        ):
+            if ranks == 1:
+                engine.fill(model, STORED)
+                engine.store("r", HASHES, STORED)
+                agent.wait_idle()
+            else:
+                assert engine.lookup("r", HASHES) == 256
+                assert engine.retrieve("r", HASHES, LOADED) == set()
+                assert engine.holds(model, LOADED)
+
+
+@pytest.mark.parametrize("is_sealed", [False, True], ids=["plain", "sealed"])
+def test_shares_are_packed_and_sealed(
+    tmp_path: Path, redis_server: RedisServer, is_sealed: bool
+) -> None:
+    (keys := tmp_path / "seal.keys").write_text("11" * 32 + "\n")
+    keys.chmod(0o600)
+    options = {"seal_key_file": str(keys)} if is_sealed else {}
+    model, url = kv(4, dtype=torch.bfloat16), redis_server.unix_url
+    for name, ranks in (("one", 1), ("two", 4)):
+        with (
+            AgentServer(tmp_path / name, url, compress="lossless", **options) as agent,
+            ShardedEngine(agent.endpoint, ranks, 4, dtype=torch.bfloat16) as engine,
+        ):
+            if ranks == 1:
+                engine.fill(model, STORED)
+                engine.store("r", HASHES, STORED)
+                agent.wait_idle()
+                assert agent.counter("stored_bytes") < 0.9 * agent.counter("plain_bytes")
+            else:
+                assert engine.lookup("r", HASHES) == 256
+                assert engine.retrieve("r", HASHES, LOADED) == set()
+                assert engine.holds(model, LOADED)
+
+
+def test_a_prefix_ends_where_a_share_is_missing(
+    agent: AgentServer, redis_server: RedisServer
+) -> None:
+    model = kv(4)
+    with ShardedEngine(agent.endpoint, 2, 4) as engine:
+        engine.fill(model, STORED)
+        engine.store("r", HASHES, STORED)
+        agent.wait_idle()
+    name = HASHES[11].hex().encode()  # of the third chunk
+    with redis_server.client() as client:
+        keys = sorted(key for key in stripe_keys(client) if name in key)
+        assert len(keys) == 4
+        client.delete(keys[2])
+    agent.restart()
+    with ShardedEngine(agent.endpoint, 1, 4) as engine:
+        assert engine.lookup("r", HASHES) == 128
+        assert engine.retrieve("r", HASHES[:8], LOADED[:8]) == set()
+        assert engine.holds(model[:, :8], LOADED[:8])
+
+
+def test_groups_beside_each_other_are_cut_each_for_itself(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    model, url = kv(4, 2 * LAYERS), redis_server.unix_url
+    with (
+        AgentServer(tmp_path / "one", url) as agent,
+        ShardedEngine(agent.endpoint, 2, 4, beside="window") as engine,
+    ):
+        engine.fill(model, STORED)
+        engine.store("r", HASHES, STORED)
+        agent.wait_idle()
+    with (
+        AgentServer(tmp_path / "two", url) as agent,
+        ShardedEngine(agent.endpoint, 1, 4, beside="window") as engine,
+    ):
+        assert engine.lookup("r", HASHES) == 256
+        # Of four chunks all that full attention needs, and what the window does: two.
+        assert agent.counter("loaded_chunks") == 4 * 4 + 4 * 2
+        assert engine.retrieve("r", HASHES, LOADED) == set()
+        assert engine.holds(model, LOADED)
+
+
+def test_states_beside_shares_are_for_engines_of_one_size(agent: AgentServer) -> None:
+    model = kv(4, 2 * LAYERS)
+    with (
+        ShardedEngine(agent.endpoint, 2, 4, beside="state") as engine,
+        ShardedEngine(agent.endpoint, 2, 4, beside="state") as like,
+        ShardedEngine(agent.endpoint, 1, 4, beside="state") as other,
+    ):
+        engine.fill(model, STORED)
+        engine.store("r", HASHES, STORED)
+        agent.wait_idle()
+        assert like.lookup("r", HASHES) == 256
+        assert other.lookup("r", HASHES) == 0
+        other.fill(model, STORED)
+        other.store("r", HASHES, STORED)
+        assert other.lookup("again", HASHES) == 256
+        # Its shares were there.
+        agent.wait_idle()
+        assert agent.counter("stored_chunks") == 4 * 4 + 4 * 2 + 4
+
+
+def test_other_shares_are_another_layout(agent: AgentServer) -> None:
+    model = kv(8)
+    with (
+        ShardedEngine(agent.endpoint, 1, shares=8) as one,
+        ShardedEngine(agent.endpoint, 1, shares=4) as other,
+    ):
+        one.fill(model, STORED)
+        one.store("r", HASHES, STORED)
+        assert other.lookup("r", HASHES) == 0
+        other.fill(model, STORED)
+        other.store("r", HASHES, STORED)
+        assert other.lookup("again", HASHES) == 256
+    assert "Traceback" not in agent.log
+
+
+def test_a_canary_compares_every_share(agent: AgentServer) -> None:
+    model = kv(4)
+    with ShardedEngine(agent.endpoint, 2, 4) as engine, ShardedEngine(agent.endpoint, 1, 4) as one:
+        engine.fill(model, STORED)
+        engine.store("r", HASHES, STORED)
+        assert one.lookup("r", HASHES) == 256
+        model[0, 5, 3] += 1  # a head of a block of the second chunk
+        one.fill(model, LOADED)
+        op = one.op(HASHES, LOADED)
+        compared = one.workers[0].begin_stores(["r"], [op], compare=True)
+        assert len(compared) == 4
+        for each in compared:
+            assert each.call.wait(60)
+        assert agent.counter("compared_chunks") == 16
+        assert agent.counter("differing_chunks") == 1

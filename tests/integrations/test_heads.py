@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dimension of heads is found by what a layer's backend writes, and what it means is proved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+import torch
+from transformers import LlamaConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+from lmcache_redis.config import ClientConfig
+from lmcache_redis.device.shares import Share
+from lmcache_redis.errors import ConfigError, LMCacheRedisError, Unsupported
+from lmcache_redis.integrations.vllm.identity.heads import cut_by_head, explained_heads
+from lmcache_redis.integrations.vllm.setup import SetUp
+from lmcache_redis.integrations.vllm.support import layer_groups
+from tests.integrations.test_groups import full
+from tests.integrations.test_probe import BLOCK, BLOCKS, HEAD_SIZE, can_run, cpu_layer
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM for the CPU")
+
+ISA = "amx" if can_run("amx") else "vec"
+
+
+def layer_of(heads: int, **options: Any) -> Any:
+    layer = cpu_layer(ISA, **options)
+    layer.num_kv_heads = heads
+    dtype = layer.kv_cache.dtype
+    layer.kv_cache = torch.zeros((BLOCKS, heads, BLOCK, 2 * HEAD_SIZE), dtype=dtype)
+    return layer
+
+
+def config_of(layers: dict[str, Any], rank: int = 0, ranks: int = 1, stages: int = 1) -> Any:
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        parallel_config=SimpleNamespace(
+            rank=rank, tensor_parallel_size=ranks, pipeline_parallel_size=stages
+        ),
+    )
+
+
+def explained(layers: dict[str, Any], heads: int) -> tuple[dict[str, int], dict[str, str]]:
+    return explained_heads(
+        config_of(layers),
+        {name: layer.kv_cache for name, layer in layers.items()},
+        heads,
+        num_blocks=BLOCKS,
+        block_size_tokens=BLOCK,
+        block_strides={},
+    )
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
+def test_a_head_is_packed_alike_at_every_size(dtype: str) -> None:
+    found = {
+        heads: explained({"layer.0": layer_of(heads, dtype=dtype, k_scale=0.5)}, heads)
+        for heads in (1, 2, 4, 8)
+    }
+    assert {dims["layer.0"] for dims, _ in found.values()} == {1}
+    assert len({str(pairs) for _, pairs in found.values()}) == 1
+
+
+def test_what_decides_the_bytes_of_a_head_is_told_apart() -> None:
+    class Swapped:
+        """Swaps two numbers of a head, or K and V."""
+
+        def __init__(self, layer: Any, crossed: bool) -> None:
+            self.impl, self.crossed = layer.impl, crossed
+
+        def do_kv_cache_update(self, layer: Any, key: Any, value: Any, *rest: Any) -> None:
+            key, value = key.clone(), value.clone()
+            key[3, :, 9], key[5, :, 7] = key[5, :, 7].clone(), key[3, :, 9].clone()
+            if self.crossed:
+                key, value = value, key
+            self.impl.do_kv_cache_update(layer, key, value, *rest)
+
+    packings = {explained({"layer.0": layer_of(2)}, 2)[1]["kv_packing"]}
+    for crossed in (False, True):
+        layer = layer_of(2)
+        layer.impl = Swapped(layer, crossed)
+        packings.add(explained({"layer.0": layer}, 2)[1]["kv_packing"])
+    if can_run("amx"):
+        vec = layer_of(2)
+        vec.isa = "vec"
+        packings.add(explained({"layer.0": vec}, 2)[1]["kv_packing"])
+    assert len(packings) == 3 + can_run("amx")
+    scaled = {
+        explained({"layer.0": layer_of(2, dtype="fp8_e4m3", k_scale=scale)}, 2)[1]["kv_scales"]
+        for scale in (0.5, 1.0)
+    }
+    assert len(scaled) == 2
+
+
+class Backend:
+    """Writes K and V of each slot where ``place`` says. mix: heads that are not only their own."""
+
+    def __init__(self, order: str, mix: str = "") -> None:
+        self.order, self.mix = order, mix
+
+    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
+        if self.mix == "swapped":  # the last two heads, whatever they are
+            key = key.clone()
+            key[:, -2:] = key[:, -2:].flip(1)
+        elif self.mix == "scaled by the largest head":
+            largest = key.abs().amax(1, keepdim=True)
+            key, value = key / largest, value / largest
+        elif self.mix == "mirrored":  # every other head
+            key = key.clone()
+            key[:, 1::2] = key[:, 1::2].flip(2)
+        block = BLOCK
+        for slot in slots.tolist():
+            for k_or_v, source in enumerate((key, value)):
+                at = (slot // block, slot % block)
+                if self.order == "blocks, K or V, heads, tokens":
+                    cache[at[0], k_or_v, :, at[1]] = source[slot]
+                elif self.order == "K or V, blocks, heads, tokens":
+                    cache[k_or_v, at[0], :, at[1]] = source[slot]
+                else:
+                    cache[at[0], k_or_v, at[1]] = source[slot]
+
+
+def backed(backend: Backend, shape: Sequence[int], heads: int) -> dict[str, Any]:
+    layer = layer_of(heads)
+    layer.impl = backend
+    layer.kv_cache = torch.zeros(*shape, HEAD_SIZE, dtype=torch.bfloat16)
+    return {"layer.0": layer}
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_k_and_v_may_be_apart(heads: int) -> None:
+    """With two heads, the dimension of K and V has as many."""
+    backend = Backend("blocks, K or V, heads, tokens")
+    layers = backed(backend, (BLOCKS, 2, heads, BLOCK), heads)
+    assert explained(layers, heads)[0] == {"layer.0": 2}
+    backend = Backend("K or V, blocks, heads, tokens")
+    layers = backed(backend, (2, BLOCKS, heads, BLOCK), heads)
+    assert explained(layers, heads)[0] == {"layer.0": 2}
+
+
+@pytest.mark.parametrize(
+    ("mix", "why"),
+    [
+        ("swapped", "does not count heads"),
+        ("scaled by the largest head", "does not count heads"),
+        ("mirrored", "packed differently"),
+    ],
+)
+def test_heads_that_are_not_their_own_are_refused(mix: str, why: str) -> None:
+    backend = Backend("blocks, K or V, heads, tokens", mix)
+    layers = backed(backend, (BLOCKS, 2, 4, BLOCK), 4)
+    with pytest.raises(Unsupported, match=why):
+        explained(layers, 4)
+
+
+def test_what_cannot_be_cut_is_refused_with_a_reason() -> None:
+    def refused(layers: dict[str, Any], why: str, heads: int = 2) -> None:
+        with pytest.raises(Unsupported, match=why):
+            explained(layers, heads)
+
+    tokens_first = backed(Backend("blocks, K or V, tokens, heads"), (BLOCKS, 2, BLOCK, 4), 4)
+    refused(tokens_first, "not head-major", 4)
+    refused({"layer.0": layer_of(2), "draft": layer_of(4)}, "draft: it has 4 KV heads")
+    scaled = layer_of(2, dtype="fp8_e4m3")
+    scaled._k_scale = torch.ones(2)
+    refused({"layer.0": scaled}, "scales of their own")
+    broken = layer_of(2)
+    broken.isa = "no such set"
+    refused({"layer.0": broken}, "Invalid ISA type")
+    viewed = layer_of(2)
+    caches = {"layer.0": viewed.kv_cache.view(BLOCKS, 2, 2 * BLOCK, HEAD_SIZE)}
+    with pytest.raises(Unsupported, match="another shape"):
+        explained_heads(
+            config_of({"layer.0": viewed}), caches, 2,
+            num_blocks=BLOCKS, block_size_tokens=BLOCK, block_strides={},
+        )  # fmt: skip
+
+
+def test_a_layer_that_reads_the_kv_of_another_is_cut_like_it() -> None:
+    layer, reader = layer_of(2), layer_of(2)
+    reader.kv_sharing_target_layer_name = "layer.0"
+    reader.kv_cache = layer.kv_cache
+    dims, pairs = explained({"reader": reader, "layer.0": layer}, 2)
+    assert dims == {"layer.0": 1, "reader": 1}
+    assert pairs == explained({"layer.0": layer}, 2)[1]
+    reader.kv_sharing_target_layer_name = "elsewhere"
+    with pytest.raises(Unsupported, match="elsewhere"):
+        explained({"reader": reader, "layer.0": layer}, 2)
+
+
+def cut(
+    rank: int, ranks: int, stages: int = 1, heads: int | None = 4, shares: int | None = None
+) -> tuple[list[Share], int, dict[str, str]]:
+    layers = {"layer.0": layer_of(max(1, (heads or 4) // ranks))}
+    found, pairs = cut_by_head(
+        config_of(layers, rank, ranks, stages),
+        {"layer.0": layers["layer.0"].kv_cache},
+        heads,
+        shares,
+        num_blocks=BLOCKS,
+        block_size_tokens=BLOCK,
+        block_strides={},
+    )
+    return [*found.shares], found.count, pairs
+
+
+def test_ranks_of_every_size_have_the_same_pairs() -> None:
+    shares, count, pairs = cut(0, 1)
+    assert (shares, count) == ([Share(each, each, 1) for each in range(4)], 4)
+    assert (pairs["tensor_parallel"], pairs["rank"]) == ("any", "stage 0 of 1")
+    for rank, held in ((0, [0, 1]), (1, [2, 3])):
+        shares, count, others = cut(rank, 2)
+        assert [each.number for each in shares] == held
+        assert (count, others) == (4, pairs)
+    assert cut(5, 8)[0] == [Share(2, 0, 1)]
+    # Of the second stage of a pipeline: other layers.
+    shares, count, others = cut(3, 2, stages=2, shares=2)
+    assert (shares, count) == ([Share(3, 0, 2)], 4)
+    assert others["rank"] == "stage 1 of 2"
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"heads": None}, "different numbers of KV heads"),
+        ({"shares": 3}, "must divide"),
+        ({"ranks": 4, "shares": 2}, "a multiple of 4"),
+        ({"stages": 64, "shares": 4}, "more than 255"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(how: dict[str, Any], why: str) -> None:
+    with pytest.raises(LMCacheRedisError, match=why) as caught:
+        cut(**{"rank": 0, "ranks": 1} | how)
+    assert isinstance(caught.value, (ConfigError, Unsupported))
+
+
+@pytest.mark.parametrize(
+    ("extra", "heads", "shares", "why"),
+    [
+        ({}, 4, None, ""),
+        ({"share_across_tp": True}, 4, 4, ""),
+        ({"share_across_tp": True, "kv_shares": 2}, 4, 2, ""),
+        ({"share_across_tp": True, "kv_shares": 3}, 4, None, "must divide the model's 4 KV heads"),
+        ({"share_across_tp": True}, 2, None, "it has 2 KV heads on this rank, and not 4"),
+    ],
+)
+def test_a_group_is_cut_by_head_if_it_can_be(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    extra: dict[str, Any],
+    heads: int,
+    shares: int | None,
+    why: str,
+) -> None:
+    """If not, it is registered as ever, and one line says why."""
+    LlamaConfig(
+        hidden_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path)
+    vllm_config = EngineArgs(
+        model=str(tmp_path), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16"
+    ).create_engine_config()
+    layer = layer_of(heads)
+    vllm_config.compilation_config.static_forward_context["layer.0"] = layer
+    layer.get_attn_backend = lambda: SimpleNamespace(get_name=lambda: "CPU_ATTN")
+    groups = [KVCacheGroupSpec(["layer.0"], full(32))]
+    kv_cache_config = KVCacheConfig(
+        num_blocks=len(layer.kv_cache), kv_cache_tensors=[], kv_cache_groups=groups
+    )
+    found: list[Any] = []
+
+    def register_groups(groups: Sequence[Any], **settings: Any) -> None:
+        found.extend(groups)
+
+    client: Any = SimpleNamespace(register_groups=register_groups)
+    config = ClientConfig.from_extra_config(extra)
+    set_up = SetUp(vllm_config, kv_cache_config, config, False, layer_groups(kv_cache_config))
+    with caplog.at_level(logging.WARNING, "vllm.lmcache_redis"):
+        for _ in range(2):  # after a sleep it is registered again
+            set_up.register(client, {"layer.0": layer.kv_cache})
+    said = [each.getMessage() for each in caplog.records if "not shared" in each.getMessage()]
+    assert len(said) == bool(why)
+    assert all(why in each for each in said)
+    for group in found:
+        if shares is None:
+            assert group.heads is None
+            assert "tensor_parallel" not in group.identity
+        else:
+            assert [share.number for share in group.heads.shares] == [*range(shares)]
+            assert group.identity["tensor_parallel"] == "any"
