@@ -115,7 +115,7 @@ def test_the_history_of_scales_that_follow_images_is_no_weight() -> None:
     assert digest(encoder(False, 1, 1)) != digest(encoder(False, 2, 1))
 
 
-def test_a_rotary_table_that_the_first_step_converts_is_no_weight() -> None:
+def test_a_rotary_table_that_a_step_converts_is_no_weight() -> None:
     """As in gpt-oss, whose tables are made in float32."""
     computing = model()
     with set_current_vllm_config(VllmConfig()):
