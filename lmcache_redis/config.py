@@ -368,13 +368,15 @@ class ClientConfig:
     )
     load_always: bool = setting("load every hit, also where computing is faster", False)
     share_across_tp: bool = setting(
-        "share with other tensor-parallel sizes that set this too; needs head-major pages (BLHNC)",
+        "share with engines of other tensor-parallel sizes that set this too: their sums round "
+        "differently, so tokens that are nearly equal may change. Needs head-major pages (BLHNC) "
+        "and unquantized weights; lookups and loads take longer",
         False,
     )
     kv_shares: int | None = setting(
         "values that the KV heads of a chunk are divided into, the same on all engines",
         None,
-        shown="8 at most",
+        shown="by heads, 8 at most",
         between=(1, MOST_SHARES),
     )
     # The values are vLLM's names.

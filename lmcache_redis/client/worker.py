@@ -419,8 +419,8 @@ class WorkerClient:
         return closed
 
     def _submit(self, questions: Sequence[m.Store | m.Retrieve]) -> list[AgentCall]:
-        """Sends the questions. They are lost if they come after `NEVER`."""
-        if any(each.after == NEVER for each in questions):
+        """Sends the questions. They are lost if they come after `NEVER`, or without memory."""
+        if not self._memory.parts or any(each.after == NEVER for each in questions):
             return self.link.lost(len(questions))
         return self.link.submit_all(questions)
 

@@ -265,6 +265,8 @@ def test_memory_is_free_once_the_agent_says_so(node: Node) -> None:
     question = node.question()
     assert isinstance(question, m.UnregisterKVCache)
     assert not node.worker.ready
+    (store,) = node.worker.begin_stores(["r"], [TransferOp([1], [A])])
+    assert (store.call.lost, store.call.sent) == (True, False), "what it names may be mapped still"
     assert not node.worker.unregister(0.01), "it was asked, and has not answered"
     node.agent.answer(m.Done(question.call_id))
     wait_until(node.worker.unregister, "an answer")

@@ -24,7 +24,7 @@ from lmcache_redis.device.shares import Share
 from lmcache_redis.errors import ConfigError, LMCacheRedisError, Unsupported
 from lmcache_redis.integrations.vllm.identity.heads import cut_by_head, explained_heads
 from lmcache_redis.integrations.vllm.setup import SetUp
-from lmcache_redis.integrations.vllm.support import layer_groups
+from lmcache_redis.integrations.vllm.support import layer_groups, total_kv_heads
 from tests.integrations.test_groups import full
 from tests.integrations.test_probe import BLOCK, BLOCKS, HEAD_SIZE, can_run, cpu_layer
 
@@ -44,7 +44,9 @@ def layer_of(heads: int, **options: Any) -> Any:
 def config_of(layers: dict[str, Any], rank: int = 0, ranks: int = 1, stages: int = 1) -> Any:
     return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=layers),
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        model_config=SimpleNamespace(dtype=torch.bfloat16, quantization=None),
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
         parallel_config=SimpleNamespace(
             rank=rank, tensor_parallel_size=ranks, pipeline_parallel_size=stages
         ),
@@ -246,6 +248,41 @@ def test_settings_that_do_not_fit_are_refused(how: dict[str, Any], why: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("part", "settings", "why"),
+    [
+        ("load_config", {"load_format": "dummy"}, "draws other weights at each size"),
+        ("model_config", {"dtype": torch.bfloat16, "quantization": "fp8"}, "scaled by rank"),
+        ("speculative_config", {"method": "eagle", "draft_model_config": 1}, "its draft model"),
+    ],
+)
+def test_a_model_that_is_another_one_at_another_size_is_not_cut(
+    part: str, settings: dict[str, Any], why: str
+) -> None:
+    layers = {"layer.0": layer_of(4)}
+    config = config_of(layers)
+    setattr(config, part, SimpleNamespace(**settings))
+    how = {"num_blocks": BLOCKS, "block_size_tokens": BLOCK, "block_strides": {}}
+    with pytest.raises(Unsupported, match=why):
+        cut_by_head(config, {"layer.0": layers["layer.0"].kv_cache}, 4, None, **how)
+
+
+@pytest.mark.parametrize(
+    ("config", "total"),
+    [
+        ({"num_key_value_heads": 4}, 4),
+        ({"num_key_value_heads": 4, "vision_config": {"num_key_value_heads": 8}}, 4),
+        ({"num_key_value_heads": 4, "num_global_key_value_heads": 2}, None),
+        ({"num_key_value_heads": 4, "blocks": [{"attention": {"n_heads_in_group": 2}}]}, None),
+        ({"num_key_value_heads": 4, "other": {"num_attention_groups": 8}}, None),
+    ],
+)
+def test_other_heads_of_some_layers_are_seen(config: dict[str, Any], total: int | None) -> None:
+    text = SimpleNamespace(to_dict=lambda: config)
+    model: Any = SimpleNamespace(hf_text_config=text, get_total_num_kv_heads=lambda: 4)
+    assert total_kv_heads(model) == total
+
+
+@pytest.mark.parametrize(
     ("extra", "heads", "shares", "why"),
     [
         ({}, 4, None, ""),
@@ -272,7 +309,7 @@ def test_a_group_is_cut_by_head_if_it_can_be(
         architectures=["LlamaForCausalLM"],
     ).save_pretrained(tmp_path)
     vllm_config = EngineArgs(
-        model=str(tmp_path), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16"
+        model=str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16"
     ).create_engine_config()
     layer = layer_of(heads)
     vllm_config.compilation_config.static_forward_context["layer.0"] = layer
@@ -287,7 +324,7 @@ def test_a_group_is_cut_by_head_if_it_can_be(
         found.extend(groups)
 
     client: Any = SimpleNamespace(register_groups=register_groups)
-    config = ClientConfig.from_extra_config(extra)
+    config = ClientConfig.from_extra_config({"weights_id": "run 1", **extra})
     set_up = SetUp(vllm_config, kv_cache_config, config, False, layer_groups(kv_cache_config))
     with caplog.at_level(logging.WARNING, "vllm.lmcache_redis"):
         for _ in range(2):  # after a sleep it is registered again

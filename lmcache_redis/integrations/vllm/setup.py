@@ -269,7 +269,8 @@ class SetUp:
                     group.reach,
                     pairs,
                     shard=(shard, shards),
-                    replica=(rank % replicas, replicas),
+                    # If cuts differ between ranks, what one leaves to another would be missing.
+                    replica=(0, 1) if self.config.share_across_tp else (rank % replicas, replicas),
                     heads=heads,
                 )
             )

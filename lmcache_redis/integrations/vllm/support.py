@@ -14,7 +14,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +37,12 @@ logger = logging.getLogger("vllm.lmcache_redis")
 
 _HASHES = ("sha256", "sha256_cbor")
 _DEVICES = ("cpu", "cuda")
-# Settings that give some layers another number of KV heads.
-_KV_HEADS = re.compile(r"k(ey_?)?v(alue)?_heads|multi_query_group|num_kv")
+# Settings that give some layers another number of KV heads; the last two in parts that are of some
+# layers alone (Nemotron, Step-3.5).
+_KV_HEADS = re.compile(
+    r"k(ey_?)?v(alue)?_heads|multi_query_group|num_kv|n_heads_in_group|num_attention_groups"
+)
+_ENCODERS = ("vision", "audio")
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec")
 _WINDOWS = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 _CACHED_STATES = ("align", "all")
@@ -273,10 +277,22 @@ def has_heads(spec: Any) -> bool:
 
 def total_kv_heads(model: ModelConfig) -> int | None:
     """KV heads of every layer, over all ranks; None if layers may differ."""
-    config = model.hf_text_config.to_dict()
-    counts = [value for name, value in config.items() if _KV_HEADS.search(name)]
     total = model.get_total_num_kv_heads()
+    counts = _kv_heads_in(model.hf_text_config.to_dict())
     return total if all(count in (None, total) for count in counts) else None
+
+
+def _kv_heads_in(config: object) -> Iterator[object]:
+    """What a configuration says of KV heads, also of some layers alone."""
+    if isinstance(config, Mapping):
+        for name, value in config.items():
+            if _KV_HEADS.search(str(name)):
+                yield value
+            elif not str(name).startswith(_ENCODERS):
+                yield from _kv_heads_in(value)
+    elif isinstance(config, (list, tuple)):
+        for each in config:
+            yield from _kv_heads_in(each)
 
 
 def block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int]:

@@ -129,7 +129,7 @@ def require_looks(vllm_config: VllmConfig) -> None:
 def _files_read(vllm_config: VllmConfig) -> Iterator[tuple[Path, list[Path]]]:
     """Files and directories that the identity is made from, and their files now."""
     model = vllm_config.model_config
-    for each, load in filter(None, [(model, vllm_config.load_config), _draft_model(vllm_config)]):
+    for each, load in filter(None, [(model, vllm_config.load_config), draft_model(vllm_config)]):
         root, paths = local_weights(each, load), []
         if root is not None:
             with suppress(OSError):
@@ -236,7 +236,7 @@ def _context(model: ModelConfig) -> str:
     return "" if kinds <= _ANY_LENGTH else str(model.max_model_len)
 
 
-def _draft_model(vllm_config: VllmConfig) -> tuple[ModelConfig, LoadConfig] | None:
+def draft_model(vllm_config: VllmConfig) -> tuple[ModelConfig, LoadConfig] | None:
     """The draft model if its layers share the KV cache, and how it is loaded."""
     speculative = vllm_config.speculative_config
     draft = needs.DRAFT_MODEL.of(speculative)
@@ -246,7 +246,7 @@ def _draft_model(vllm_config: VllmConfig) -> tuple[ModelConfig, LoadConfig] | No
 
 
 def _draft(vllm_config: VllmConfig, weights_id: str | None) -> str:
-    if (found := _draft_model(vllm_config)) is None:
+    if (found := draft_model(vllm_config)) is None:
         return ""
     (draft, load), speculative = found, vllm_config.speculative_config
     assert speculative is not None

@@ -8,8 +8,9 @@ the cache counts heads if
 - equal K and V of all heads make equal parts. Their digest says which (K or V, token, element) each
   byte of a head is, whatever other heads a rank has. It is ``kv_packing``.
 
-A cache that this does not explain is not cut: quantized with scales of its own for each token or
-head, token-major, or with layers that have other numbers of heads.
+A cache that this does not explain is not cut: token-major, with layers that have other numbers of
+heads, or quantized with scales of each head. Nor is that of a model which may be another one at
+another size: dummy weights are drawn by rank, quantized ones may be scaled by rank.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from lmcache_redis.device.shares import (
 )
 from lmcache_redis.errors import DeviceError, Unsupported
 from lmcache_redis.integrations.vllm import needs
+from lmcache_redis.integrations.vllm.identity.engine_identity import draft_model
 from lmcache_redis.integrations.vllm.identity.probe import (
     ScratchCache,
     cache_of,
@@ -39,6 +41,7 @@ from lmcache_redis.integrations.vllm.identity.probe import (
     numbered,
     scales_of,
 )
+from lmcache_redis.integrations.vllm.identity.weights import load_format_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,16 +64,29 @@ def cut_by_head(
     stage, rank = divmod(parallel.rank, ranks)
     if not heads:
         raise Unsupported("its layers have different numbers of KV heads")
+    if why := _why_another_model(vllm_config):
+        raise Unsupported(why)
     shares = shares or default_shares(heads)
     if (count := stages * shares) > MOST_SHARES:
         raise Unsupported(f"{stages} stages with {shares} shares are more than {MOST_SHARES}")
     own = [
-        share._replace(number=stage * shares + share.number)
-        for share in shares_of_rank(heads, shares, rank, ranks)
+        Share(stage * shares + number, first, of_share)
+        for number, first, of_share in shares_of_rank(heads, shares, rank, ranks)
     ]
     dims, pairs = explained_heads(vllm_config, kv_caches, max(1, heads // ranks), **how)
     pairs |= {"tensor_parallel": "any", "rank": f"stage {stage} of {stages}"}
     return HeadShares(dims, own, count), pairs
+
+
+def _why_another_model(vllm_config: VllmConfig) -> str:
+    """Why other TP sizes compute with other weights; empty if they do not."""
+    if draft_model(vllm_config) is not None:
+        return "the heads of its draft model are not known"
+    if load_format_of(vllm_config.load_config) == "dummy":
+        return "--load-format dummy draws other weights at each size"
+    if method := needs.QUANTIZATION.of(vllm_config.model_config):
+        return f"its weights are quantized ({method}), and may be scaled by rank"
+    return ""
 
 
 def explained_heads(

@@ -83,7 +83,7 @@ def weights_identity(
         "weights": digest,
         "weights_id": weights_id or "",
         # A directory may hold weights in several formats.
-        "load_format": _load_format(load),
+        "load_format": load_format_of(load),
     }
 
 
@@ -108,7 +108,7 @@ def digest_files(root: Path) -> str:
 def local_weights(model: ModelConfig, load: LoadConfig) -> Path | None:
     """The file or directory with the weights; None if they are not in a path of this machine."""
     path = Path(_source(model))
-    return path if _load_format(load) in _FROM_FILES and path.exists() else None
+    return path if load_format_of(load) in _FROM_FILES and path.exists() else None
 
 
 def files_of(root: Path) -> list[Path]:
@@ -121,7 +121,7 @@ def _source(model: ModelConfig) -> str:
 
 
 def _digest(model: ModelConfig, load: LoadConfig) -> str:
-    load_format = _load_format(load)
+    load_format = load_format_of(load)
     if load_format == "dummy":
         return f"dummy {model.seed}"  # generated from the seed
     if load_format not in _FROM_FILES:
@@ -137,7 +137,7 @@ def _digest(model: ModelConfig, load: LoadConfig) -> str:
     return digest
 
 
-def _load_format(load: LoadConfig) -> str:
+def load_format_of(load: LoadConfig) -> str:
     return str(getattr(load.load_format, "value", load.load_format))
 
 
