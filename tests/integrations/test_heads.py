@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -282,6 +283,41 @@ def test_other_heads_of_some_layers_are_seen(config: dict[str, Any], total: int 
     assert total_kv_heads(model) == total
 
 
+def registered(
+    tmp_path: Path, extra: dict[str, Any], heads: int, ranks: int = 1, times: int = 1
+) -> list[Any]:
+    """The groups that the last rank of a model with 4 heads registers: one with those heads."""
+    LlamaConfig(
+        hidden_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path)
+    engine_args = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16")
+    vllm_config = engine_args.create_engine_config()
+    parallel = vllm_config.parallel_config
+    parallel.rank, parallel.tensor_parallel_size, parallel.world_size = ranks - 1, ranks, ranks
+    layer = layer_of(heads)
+    vllm_config.compilation_config.static_forward_context["layer.0"] = layer
+    layer.get_attn_backend = lambda: SimpleNamespace(get_name=lambda: "CPU_ATTN")
+    groups = [KVCacheGroupSpec(["layer.0"], replace(full(32), num_kv_heads=heads))]
+    kv_cache_config = KVCacheConfig(
+        num_blocks=len(layer.kv_cache), kv_cache_tensors=[], kv_cache_groups=groups
+    )
+    found: list[Any] = []
+
+    def register_groups(groups: Sequence[Any], **settings: Any) -> None:
+        found.extend(groups)
+
+    client: Any = SimpleNamespace(register_groups=register_groups)
+    config = ClientConfig.from_extra_config({"weights_id": "run 1", **extra})
+    set_up = SetUp(vllm_config, kv_cache_config, config, False, layer_groups(kv_cache_config))
+    for _ in range(times):
+        set_up.register(client, {"layer.0": layer.kv_cache})
+    return found
+
+
 @pytest.mark.parametrize(
     ("extra", "heads", "shares", "why"),
     [
@@ -301,34 +337,8 @@ def test_a_group_is_cut_by_head_if_it_can_be(
     why: str,
 ) -> None:
     """If not, it is registered as ever, and one line says why."""
-    LlamaConfig(
-        hidden_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(tmp_path)
-    vllm_config = EngineArgs(
-        model=str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16"
-    ).create_engine_config()
-    layer = layer_of(heads)
-    vllm_config.compilation_config.static_forward_context["layer.0"] = layer
-    layer.get_attn_backend = lambda: SimpleNamespace(get_name=lambda: "CPU_ATTN")
-    groups = [KVCacheGroupSpec(["layer.0"], full(32))]
-    kv_cache_config = KVCacheConfig(
-        num_blocks=len(layer.kv_cache), kv_cache_tensors=[], kv_cache_groups=groups
-    )
-    found: list[Any] = []
-
-    def register_groups(groups: Sequence[Any], **settings: Any) -> None:
-        found.extend(groups)
-
-    client: Any = SimpleNamespace(register_groups=register_groups)
-    config = ClientConfig.from_extra_config({"weights_id": "run 1", **extra})
-    set_up = SetUp(vllm_config, kv_cache_config, config, False, layer_groups(kv_cache_config))
     with caplog.at_level(logging.WARNING, "vllm.lmcache_redis"):
-        for _ in range(2):  # after a sleep it is registered again
-            set_up.register(client, {"layer.0": layer.kv_cache})
+        found = registered(tmp_path, extra, heads, times=2)  # after a sleep, again
     said = [each.getMessage() for each in caplog.records if "not shared" in each.getMessage()]
     assert len(said) == bool(why)
     assert all(why in each for each in said)
@@ -339,3 +349,12 @@ def test_a_group_is_cut_by_head_if_it_can_be(
         else:
             assert [share.number for share in group.heads.shares] == [*range(shares)]
             assert group.identity["tensor_parallel"] == "any"
+
+
+def test_ranks_that_may_cut_otherwise_divide_no_stores(tmp_path: Path) -> None:
+    (apart,) = registered(tmp_path, {}, 1, ranks=8)
+    assert (apart.shard, apart.replica) == ((3, 4), (1, 2))
+    for shares, why in ((4, "cut"), (3, "not cut")):
+        extra = {"share_across_tp": True, "kv_shares": shares}
+        (group,) = registered(tmp_path, extra, 1, ranks=8)
+        assert (group.heads is not None, group.replica) == (why == "cut", (0, 1))

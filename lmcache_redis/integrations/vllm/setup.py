@@ -256,11 +256,13 @@ class SetUp:
             shard, shards, replicas = shard_of_rank(vllm_config, spec)
             if replicas > 1:
                 pairs["rank"] = f"shard {shard} of {shards}"
-            heads = None
+            heads, replica = None, (rank % replicas, replicas)
             if self.config.share_across_tp and has_heads(spec):
                 cut = partial(self._cut, group, some, strides)
                 heads, of_shares = self._once(f"shares of group {group.number}", cut)
                 pairs |= of_shares
+                # If the cut fails on one rank alone, what it leaves to another is missing.
+                replica = 0, 1
             cache_groups.append(
                 CacheGroup(
                     some,
@@ -269,8 +271,7 @@ class SetUp:
                     group.reach,
                     pairs,
                     shard=(shard, shards),
-                    # If cuts differ between ranks, what one leaves to another would be missing.
-                    replica=(0, 1) if self.config.share_across_tp else (rank % replicas, replicas),
+                    replica=replica,
                     heads=heads,
                 )
             )
