@@ -46,7 +46,6 @@ _BESIDE_SLOTS_BYTES = 4096  # of a pool
 DEFAULT_CONNECTIONS = 4
 DEFAULT_NETWORK_THREADS = 1
 MAX_CONNECTIONS = 64
-MOST_SHARES = 255  # a byte of a key
 MAX_TTL_S = 10 * 366 * 86_400
 
 
@@ -377,7 +376,7 @@ class ClientConfig:
         "values that the KV heads of a chunk are divided into, the same on all engines",
         None,
         shown="by heads, 8 at most",
-        between=(1, MOST_SHARES),
+        between=(1, 255),  # a byte of a key
     )
     # The values are vLLM's names.
     kv_cache_layout: str | None = setting(

@@ -9,7 +9,7 @@ the cache counts heads if
   byte of a head is, whatever other heads a rank has. It is ``kv_packing``.
 
 A cache that this does not explain is not cut: token-major, with layers that have other numbers of
-heads, or quantized with scales of each head. Nor is that of a model which may be another one at
+heads, or with scales of each head beside it. Nor is that of a model which may be another one at
 another size: dummy weights are drawn by rank, quantized ones may be scaled by rank.
 """
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lmcache_redis.config import MOST_SHARES
+from lmcache_redis.chunks.keys import MAX_WORLD_SIZE
 from lmcache_redis.device.blocks import TensorView
 from lmcache_redis.device.shares import (
     HeadShares,
@@ -67,8 +67,8 @@ def cut_by_head(
     if why := _why_another_model(vllm_config):
         raise Unsupported(why)
     shares = shares or default_shares(heads)
-    if (count := stages * shares) > MOST_SHARES:
-        raise Unsupported(f"{stages} stages with {shares} shares are more than {MOST_SHARES}")
+    if (count := stages * shares) > MAX_WORLD_SIZE:
+        raise Unsupported(f"{stages} stages with {shares} shares are more than {MAX_WORLD_SIZE}")
     own = [
         Share(stage * shares + number, first, of_share)
         for number, first, of_share in shares_of_rank(heads, shares, rank, ranks)
