@@ -88,16 +88,18 @@ class Explanations:
             self._agent.plane.exists([*keys], deadline_s + _ANSWER_S, done)
 
         def answer(keys: Mapping[bytes, PartNames], is_all: bool, result: ExistsResult) -> None:
-            """Says where the missed chunk is now, by layout."""
+            """Says where the missed chunk is now, by layout: of its own, each part."""
             in_redis = result.present or [None] * len(keys)
-            places = {
-                each.fingerprint.hex(): self._place(key) or (REDIS.name if is_there else None)
-                for (key, each), is_there in zip(keys.items(), in_redis, strict=True)
-            }
-            there = {layout: place for layout, place in places.items() if place is not None}
+            there: dict[str, list[str]] = {}
+            for (key, each), is_there in zip(keys.items(), in_redis, strict=True):
+                place = self._place(key) or (REDIS.name if is_there else None)
+                layout, is_own = each.fingerprint.hex(), each.model_name == lookup.model
+                if place is not None and (is_own or layout not in lookup.layouts):
+                    there.setdefault(layout, []).append(place)
+            own = [there.get(layout, []) for layout in lookup.layouts]
             report["requests"][0]["lookup"]["first_miss"] |= {
-                "now": [there.pop(layout, None) for layout in lookup.layouts],
-                "other_layouts": [*there],
+                "now": [places.pop() if places else None for places in own],
+                "other_layouts": [each for each in there if each not in lookup.layouts],
                 "redis_answered": (
                     is_all and result.outcome is CallOutcome.DONE and None not in in_redis
                 ),
@@ -123,16 +125,18 @@ class Explanations:
         canonical: dict[str, bytes] = {}  # of those wanted
         for each in self._agent.peers.registered:
             pairs = zip(each.forms, each.device.layouts, strict=True)
-            for number, (form, layout) in enumerate(pairs):
+            groups = {form.fingerprint: (form, layout) for form, layout in pairs}  # of its shares
+            for number, (form, layout) in enumerate(groups.values()):
                 where = {"engine_id": each.engine_id, "worker_id": each.worker_id, "group": number}
                 rows.append(_row(form) | where)
                 if (name := rows[-1]["layout"]).startswith(wanted):
                     canonical[name] = layout.canonical(each.chunk_tokens)
-        here = {_description(each) for each in self._registered()}
+        here = {(each.fingerprint, each.model_name) for each in self._registered()}
         deadline_s = self._agent.loop.now() + _ANSWER_S
 
         def listed(described: Sequence[PartNames], is_all: bool) -> None:
-            others = [each for each in described if _description(each) not in here]
+            found = {(each.fingerprint, each.model_name): each for each in described}
+            others = [each for name, each in found.items() if name not in here]
             rows.extend(map(_row, others))
             chosen = [each for each in others if each.fingerprint.hex().startswith(wanted)]
             self.read(chosen, partial(answer, is_all), deadline_s + _ANSWER_S)
