@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from lmcache_redis.chunks.names import Reach
+from lmcache_redis.cli.status import rows
+from lmcache_redis.cli.why import request_lines
+from lmcache_redis.client.control import ControlClient
 from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.device.shares import HeadShares, default_shares, shares_of_rank
@@ -237,6 +240,52 @@ def test_a_prefix_ends_where_a_share_is_missing(
         assert engine.lookup("r", HASHES) == 128
         assert engine.retrieve("r", HASHES[:8], LOADED[:8]) == set()
         assert engine.holds(model[:, :8], LOADED[:8])
+
+
+def test_tools_know_the_shares_of_a_layout(agent: AgentServer, redis_server: RedisServer) -> None:
+    model, tools = kv(4), ControlClient(agent.endpoint, 10)
+    with ShardedEngine(agent.endpoint, 2, 4) as engine:
+        engine.fill(model, STORED)
+        engine.store("r", HASHES, STORED)
+        agent.wait_idle()
+        # Each worker once, and no share.
+        (layout,) = {each["layout"] for each in tools.layouts()["layouts"]}
+        assert [each["worker_id"] for each in tools.layouts()["layouts"]] == [0, 1]
+        assert [each["group"] for each in tools.layouts()["layouts"]] == [0, 0]
+        agent.restart()
+        engine.wait_ready()
+        with redis_server.client() as client:
+            client.delete(next(k for k in stripe_keys(client) if HASHES[3].hex().encode() in k))
+        assert engine.lookup("lost", HASHES) == 0
+        report = tools.why("lost")
+        miss = report["requests"][0]["lookup"]["first_miss"]
+        assert (miss["reason"], miss["other_layouts"]) == ("in_part", [])
+        assert sorted(map(str, miss["now"])) == ["None", "redis", "redis", "redis"]
+        said = "\n".join(request_lines(report, 0.0))
+        assert said.count(layout[:16]) == 1
+        assert "3 of its 4 parts are there now" in said
+
+
+def test_status_says_who_shares(agent: AgentServer) -> None:
+    with (
+        ShardedEngine(agent.endpoint, 2, 4),
+        ShardedEngine(agent.endpoint, 1, 4),
+        ShardedEngine(agent.endpoint, 1, 4, shares=2),
+        Engine(agent.endpoint, model_name="other/model"),
+    ):
+        status = agent.status()
+        first, *others = status["sharing"]
+        assert (len(first["engines"]), first["shares"], first["apart"]) == (2, 4, [])
+        layout = first["layouts"][0][:16]
+        apart, alone = sorted(others, key=lambda each: str(each["model"]), reverse=True)
+        assert (len(apart["engines"]), apart["shares"]) == (1, 2)
+        assert apart["apart"][0] == "kv_shares"
+        assert (alone["model"], alone["shares"], alone["apart"]) == ("other/model", 1, [])
+        said = [text for _, text, _ in rows(status)]
+        assert f"test/model, layout {layout}, in 4 shares; 2 engines share" in said
+        (text,) = (each for each in said if "does not share" in each)
+        assert f", in 2 shares: does not share with {layout} (kv_shares, " in text
+        assert f"other/model, layout {alone['layouts'][0][:16]}" in said
 
 
 def test_groups_beside_each_other_are_cut_each_for_itself(
