@@ -17,9 +17,9 @@ Redis is full at the start, as a cache is after its first day: each store evicts
 its memory. A server that grows needs fresh pages instead, which on a virtual machine cost more than
 everything else in a store.
 
-With ``compress`` the KV is bfloat16, and a third engine answers in turn, whose agent packs what it
-stores: `packed`, `packed-rush`, `packed-pool-hit`, `packed-redis-hit`. With ``shares`` there is one
-that cuts its chunks for other tensor-parallel sizes: `shared`, `shared-rush` and so on.
+With ``compress`` or ``shares`` the KV is bfloat16, and a further engine answers in turn: `packed`,
+whose agent packs what it stores, or `shared`, which cuts chunks for other tensor-parallel sizes;
+also `packed-rush`, `packed-pool-hit`, `packed-redis-hit`, ...
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def run(
     Logs go to ``output_dir``.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    shape = HALF if compress else CPU_SHAPE
+    shape = HALF if compress or shares else CPU_SHAPE
     forms = {OURS: "off"}
     forms |= {PACKED: "lossless"} if compress else {}
     forms |= {SHARED: "off"} if shares else {}
