@@ -184,7 +184,7 @@ class LookupJob:
         self._peer.computing.answered(self._question.request_id, tokens, self._now())
         took_s = self._now() - self._started_s
         self._count(found, tiers, took_s)
-        self._note(found, tiers, took_s, [form.fingerprint.hex() for form in forms])
+        self._note(found, tiers, took_s, forms)
         session.load = None
         if found.bound and not self._compare_only:
             workers = {worker_id for row in users for worker_id, _ in row}
@@ -208,7 +208,9 @@ class LookupJob:
                 pool.seen(None, (entry.key,))
         session.cancel_lookup = None
 
-    def _note(self, found: PrefixLookup, tiers: str, took_s: float, layouts: Sequence[str]) -> None:
+    def _note(
+        self, found: PrefixLookup, tiers: str, took_s: float, forms: Sequence[ChunkForm]
+    ) -> None:
         reason, words, missed = "", sorted(found.end.reasons), b""
         if found.bound < len(self._question.hashes):
             counter = found.end.counter
@@ -221,7 +223,7 @@ class LookupJob:
                 words += [state.reason for state in states if state.reason not in ("", *words)]
             if reason == "absent" and self._was_held_back(missed):
                 words.append("it was seen before, but too seldom to be written (--store-after)")
-            if reason == "absent" and len(layouts) > 1 and found.parts.has_some_of(found.bound):
+            if reason == "absent" and len(forms) > 1 and found.parts.has_some_of(found.bound):
                 reason = "in_part"
         self._keep(
             reason, words, missed,
@@ -229,7 +231,8 @@ class LookupJob:
             found_chunks=found.bound,
             hits={m.TIER_NAMES[each]: tiers.count(each) for each in sorted(set(tiers))},
             compare_only=self._compare_only,
-            layouts=tuple(layouts),
+            layouts=tuple(form.fingerprint.hex() for form in forms),
+            kv_ranks=tuple(form.kv_rank for form in forms),
             bet=None if found.bet is None else found.bet._asdict(),
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_redis.agent.peers import Peer
+from lmcache_redis.chunks.keys import held_ranks
 from lmcache_redis.device.layout import KVLayout, named_pairs
 from lmcache_redis.errors import FormatError
 
@@ -21,14 +22,14 @@ from lmcache_redis.errors import FormatError
 class _Engines:
     """One engine, or several that share.
 
-    layouts: by fingerprint, in the order of ranks and groups. kv_ranks: of parts with the first.
+    layouts: by fingerprint, in the order of ranks and groups. shares: of parts with the first.
     """
 
     model: str
     chunk_tokens: int
     layouts: dict[bytes, KVLayout] = field(default_factory=dict)
     ids: list[str] = field(default_factory=list)
-    kv_ranks: set[int] = field(default_factory=set)
+    shares: set[int] = field(default_factory=set)
 
     def add(self, worker: Peer) -> None:
         registration = worker.registration
@@ -38,14 +39,14 @@ class _Engines:
         for form, layout in zip(registration.forms, registration.device.layouts, strict=True):
             self.layouts.setdefault(form.fingerprint, layout)
             if form.fingerprint == next(iter(self.layouts)):
-                self.kv_ranks.add(form.kv_rank)
+                self.shares.update(held_ranks(form.kv_rank))
 
     def has(self, other: _Engines) -> bool:
         return self.model == other.model and other.layouts.keys() <= self.layouts.keys()
 
     def join(self, other: _Engines) -> None:
         self.ids += other.ids
-        self.kv_ranks |= other.kv_ranks
+        self.shares |= other.shares
 
     def pairs_that_differ(self, other: _Engines) -> list[str]:
         """Of layouts with the same place."""
@@ -90,7 +91,7 @@ def _row(engines: _Engines, first: _Engines) -> dict[str, Any]:
         "model": engines.model,
         "layouts": [each.hex() for each in engines.layouts],
         "engines": engines.ids,
-        "shares": len(engines.kv_ranks),
+        "shares": len(engines.shares),
         "apart": first.pairs_that_differ(engines),
     }
 

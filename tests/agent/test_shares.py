@@ -11,7 +11,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from lmcache_redis.chunks.names import Reach
+from lmcache_redis.chunks.keys import share_rank
+from lmcache_redis.chunks.names import Reach, parse_stripe_key
 from lmcache_redis.cli.status import rows
 from lmcache_redis.cli.why import request_lines
 from lmcache_redis.client.control import ControlClient
@@ -244,28 +245,39 @@ def test_a_prefix_ends_where_a_share_is_missing(
         assert engine.holds(model[:, :8], LOADED[:8])
 
 
-def test_tools_know_the_shares_of_a_layout(agent: AgentServer, redis_server: RedisServer) -> None:
+def test_why_says_a_layout_once_and_where_each_part_is(
+    agent: AgentServer, redis_server: RedisServer
+) -> None:
     model, tools = kv(4), ControlClient(agent.endpoint, 10)
-    with ShardedEngine(agent.endpoint, 2, 4) as engine:
+    with (
+        ShardedEngine(agent.endpoint, 2, 4) as engine,
+        ShardedEngine(agent.endpoint, 1, 4),
+        ShardedEngine(agent.endpoint, 1, 4, shares=2) as other,
+    ):
         engine.fill(model, STORED)
         engine.store("r", HASHES, STORED)
+        other.store("r", HASHES[:4], STORED[:4])
         agent.wait_idle()
-        # Each worker once, and no share.
-        (layout,) = {each["layout"] for each in tools.layouts()["layouts"]}
-        assert [each["worker_id"] for each in tools.layouts()["layouts"]] == [0, 1]
-        assert [each["group"] for each in tools.layouts()["layouts"]] == [0, 0]
+        assert len({each["layout"] for each in tools.layouts()["layouts"]}) == 2
         agent.restart()
         engine.wait_ready()
+        other.wait_ready()
+        layout, apart = (each["layouts"][0] for each in agent.status()["sharing"])
         with redis_server.client() as client:
-            client.delete(next(k for k in stripe_keys(client) if HASHES[3].hex().encode() in k))
+            for key in stripe_keys(client):
+                _, name, _ = parse_stripe_key(key)
+                # The first share of the second rank.
+                is_lost = name.chunk_hash == HASHES[3] and name.kv_rank == share_rank(4, 2)
+                if is_lost and layout.encode().startswith(key[6:22]):
+                    client.delete(key)
         assert engine.lookup("lost", HASHES) == 0
         report = tools.why("lost")
         miss = report["requests"][0]["lookup"]["first_miss"]
-        assert (miss["reason"], miss["other_layouts"]) == ("in_part", [])
-        assert sorted(map(str, miss["now"])) == ["None", "redis", "redis", "redis"]
+        assert (miss["reason"], miss["now"]) == ("in_part", ["redis", None])
+        assert miss["other_layouts"] == [apart]
         said = "\n".join(request_lines(report, 0.0))
-        assert said.count(layout[:16]) == 1
-        assert "3 of its 4 parts are there now" in said
+        assert f"layout {layout[:16]}\n" in said
+        assert "1 of its 2 parts are there now" in said
 
 
 def test_status_says_who_shares(agent: AgentServer) -> None:

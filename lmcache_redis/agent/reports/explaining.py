@@ -79,27 +79,34 @@ class Explanations:
             reply(_json(report))
             return
 
-        deadline_s = self._agent.loop.now() + _ANSWER_S
+        deadline_s, prefix = self._agent.loop.now() + _ANSWER_S, self._agent.config.key_prefix
+        own = [
+            PartNames(ChunkNames(bytes.fromhex(layout), prefix), lookup.model, kv_rank)
+            for layout, kv_rank in zip(lookup.layouts, lookup.kv_ranks, strict=True)
+        ]
 
         def look_for(described: Sequence[PartNames], is_all: bool) -> None:
-            names = {_description(each): each for each in [*described, *self._registered()]}
-            keys = {each.key(bytes.fromhex(miss.hash)): each for each in names.values()}
-            done = posting(self._agent.loop, partial(answer, keys, is_all))
-            self._agent.redis.exists([*keys], deadline_s + _ANSWER_S, done)
+            others = [*described, *self._registered()]
+            others = [each for each in others if each.fingerprint.hex() not in lookup.layouts]
+            names = [*own, *{_description(each): each for each in others}.values()]
+            keys = [each.key(bytes.fromhex(miss.hash)) for each in names]
+            done = posting(self._agent.loop, partial(answer, names, keys, is_all))
+            self._agent.redis.exists(keys, deadline_s + _ANSWER_S, done)
 
-        def answer(keys: Mapping[bytes, PartNames], is_all: bool, result: ExistsResult) -> None:
-            """Says where the missed chunk is now, by layout: of its own, each part."""
+        def answer(
+            names: Sequence[PartNames], keys: Sequence[bytes], is_all: bool, result: ExistsResult
+        ) -> None:
+            """Says where each part of the missed chunk is now, and which other layouts have it."""
             in_redis = result.present or [None] * len(keys)
-            there: dict[str, list[str]] = {}
-            for (key, each), is_there in zip(keys.items(), in_redis, strict=True):
-                place = self._place(key) or (REDIS.name if is_there else None)
-                layout, is_own = each.fingerprint.hex(), each.model_name == lookup.model
-                if place is not None and (is_own or layout not in lookup.layouts):
-                    there.setdefault(layout, []).append(place)
-            own = [there.get(layout, []) for layout in lookup.layouts]
+            places = [
+                self._place(key) or (REDIS.name if is_there else None)
+                for key, is_there in zip(keys, in_redis, strict=True)
+            ]
+            rest = zip(names[len(own) :], places[len(own) :], strict=True)
+            others = dict.fromkeys(each.fingerprint.hex() for each, place in rest if place)
             report["requests"][0]["lookup"]["first_miss"] |= {
-                "now": [places.pop() if places else None for places in own],
-                "other_layouts": [each for each in there if each not in lookup.layouts],
+                "now": places[: len(own)],
+                "other_layouts": [*others],
                 "redis_answered": (
                     is_all and result.outcome is CallOutcome.DONE and None not in in_redis
                 ),
@@ -125,8 +132,7 @@ class Explanations:
         canonical: dict[str, bytes] = {}  # of those wanted
         for each in self._agent.peers.registered:
             pairs = zip(each.forms, each.device.layouts, strict=True)
-            groups = {form.fingerprint: (form, layout) for form, layout in pairs}  # of its shares
-            for number, (form, layout) in enumerate(groups.values()):
+            for number, (form, layout) in enumerate(pairs):
                 where = {"engine_id": each.engine_id, "worker_id": each.worker_id, "group": number}
                 rows.append(_row(form) | where)
                 if (name := rows[-1]["layout"]).startswith(wanted):
