@@ -183,7 +183,7 @@ class Registering:
                     "install the same lmcache-redis on both sides"
                 )
             forms.append(form)
-        if sum(form.stripe_count for form in forms) > self._cache.pool.capacity:
+        if sum(map(self._cache.units, forms)) > self._cache.pool.capacity:
             chunk_bytes = sum(form.chunk_bytes for form in forms)
             raise ConfigError(
                 f"a chunk of {chunk_bytes} bytes does not fit the host pool: "
