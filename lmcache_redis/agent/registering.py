@@ -17,6 +17,7 @@ from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import REGISTERING, CopyOutcome
 from lmcache_redis.agent.peers import Peer, Registration, Reply
 from lmcache_redis.cache.threads import posting
+from lmcache_redis.chunks.keys import held_ranks
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, engine_chunk_tokens
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.context import open_device
@@ -37,6 +38,9 @@ def form_of(
     layout: KVLayout, model_name: str, kv_rank: int, chunk_tokens: int, config: AgentConfig
 ) -> ChunkForm:
     """The form of a group's parts. Raises ``ConfigError`` if they cannot be cached."""
+    held, cut = len(held_ranks(kv_rank)), max(1, layout.shares)
+    if held != cut:
+        raise ConfigError(f"a kv_rank of {held} shares has a layout of {cut}")
     try:
         return ChunkForm.of(
             ChunkNames(layout.fingerprint(chunk_tokens), config.key_prefix),
