@@ -42,11 +42,13 @@ class Chunk(NamedTuple):
 
 
 def read_key(data: bytes, prefix: bytes = b"") -> Key | None:
-    """None for any other key than a stripe's."""
+    """None for any other key than that of a stripe, and for descriptions of layouts."""
     start = prefix + b"lmcr2:"
     if not data.startswith(start) or data.startswith((start + b"claim:", start + b"tenant:")):
         return None
     namespace, rest = data[len(start) : len(start) + 16], data[len(start) + 16 :]
+    if namespace == _DESCRIPTIONS:
+        return None
     count, share, _, _, length = struct.unpack_from(">4BH", rest)
     model, rest = rest[6 : 6 + length].decode(), rest[6 + length :]
     digits = 2 * rest[0]
@@ -95,10 +97,10 @@ def read_chunk(stripes: Mapping[Key, bytes]) -> Chunk:
 def read_chunks(
     keys: Iterable[bytes], get: Callable[[bytes], bytes]
 ) -> dict[tuple[bytes, bytes], dict[int, Chunk]]:
-    """By namespace and chunk hash, the shares by number; without descriptions of layouts."""
+    """By namespace and chunk hash, the shares by number."""
     stripes: dict[tuple[bytes, bytes, int], dict[Key, bytes]] = {}
     for name in keys:
-        if (key := read_key(name)) is not None and key.namespace != _DESCRIPTIONS:
+        if (key := read_key(name)) is not None:
             place = key.namespace, key.chunk_hash, key.share
             stripes.setdefault(place, {})[key] = get(name)
     found: dict[tuple[bytes, bytes], dict[int, Chunk]] = {}
