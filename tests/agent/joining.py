@@ -17,7 +17,8 @@ from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.handlers import Handlers
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.registering import form_of
-from lmcache_redis.cache.pool import Arena, Entry
+from lmcache_redis.cache.arena import Arena
+from lmcache_redis.cache.pool import Entry
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.config import AgentConfig
