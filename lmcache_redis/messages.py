@@ -123,7 +123,7 @@ from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.tenants import MOST_LETTERS
 from lmcache_redis.tier_kinds import KINDS
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAGIC = b"LMCR-MP"
 PREAMBLE = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 << 20
@@ -181,7 +181,7 @@ class GetChunkSize(Message, frozen=True, tag="GET_CHUNK_SIZE"):
 
 
 class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A group of a worker's layers, or a share of it: which rank names its parts, their layout."""
+    """A group of a worker's layers: which rank names its parts, and their layout."""
 
     kv_rank: int
     layout: KVLayout

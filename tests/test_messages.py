@@ -91,7 +91,7 @@ def test_messages_survive_the_wire() -> None:
 
 def test_a_message_in_bytes() -> None:
     assert transport.encode(m.Ping(7)) == [
-        b"LMCR-MP\x00\x08",
+        b"LMCR-MP\x00\x09",
         bytes.fromhex("82 a4 74797065 a4 50494e47 a7 63616c6c5f6964 07"),
     ]
 
@@ -176,7 +176,8 @@ SCHEMAS = {
     5: "a8ccd19ec9ce0491",
     6: "e65f263eb7909868",
     7: "a88dd8bc66744943",
-    8: "126c672248edc29c",
+    8: "8d3bb728837fa4d3",
+    9: "712d3971d227b3d8",
 }
 
 

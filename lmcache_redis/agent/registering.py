@@ -28,7 +28,7 @@ from lmcache_redis.errors import ConfigError, DeviceError, FormatError, GpuLost,
 
 logger = logging.getLogger(__name__)
 
-MAX_GROUPS = 2048  # of layers, or shares of them
+MAX_GROUPS = 256  # of layers
 
 _Worker = tuple[str, "int | None"]  # engine id, worker id
 
@@ -45,6 +45,7 @@ def form_of(
             layout.metadata(chunk_tokens),
             config.slot_bytes,
             layout.reach,
+            layout.share.metadata(chunk_tokens) if layout.shares else None,
         )
     except FormatError as error:
         raise ConfigError(f"chunks of this KV cache cannot be cached: {error}") from error
@@ -156,7 +157,7 @@ class Registering:
             return
         peer.registration = registration
         self._cache.metrics.count("registrations")
-        groups = "; ".join(dict.fromkeys(map(_sentence, registration.forms)))
+        groups = "; ".join(map(_sentence, registration.forms))
         logger.info("registered %s: %s", _name(peer), groups)
         if self._cache.warming is not None:
             self._cache.warming.warm(registration.forms)

@@ -205,7 +205,7 @@ class Cache:
             return None
         frame, views = form.frame(chunk_hash), self.views(entry)
         load = Load(entry.key, frame, views, deadline_s, entry=entry, level=level)
-        load.is_asked_for = is_asked_for
+        load.is_asked_for, load.shares = is_asked_for, form.shares
         entry.cancel = lambda: self.tiers[load.level].cancel(load)
         return load
 

@@ -284,7 +284,8 @@ class PrefixLookup:
 
     def _load_some(self) -> None:
         if self._state is _Stage.LOADING:
-            self.parts.begin_some()
+            for part in self.parts.begin_some():
+                self._ended(part)
             if self.parts.to_load:
                 self._cache.owner.post(self._load_some)
             else:
@@ -384,6 +385,11 @@ class PrefixLookup:
         self._ends_at(self.bound - chunks, "miss_pool_full")
 
     def _filled(self, part: PartState) -> None:
+        self.parts.filled(part)
+        self._ended(part)
+
+    def _ended(self, part: PartState) -> None:
+        """A part is not being filled any more, or has no room."""
         if part.entry is None or part.entry.state is not EntryState.READY:
             self.end.reasons.add("a chunk could not be loaded")
             self._shrink(part.part[0], self.parts.failure_of(part))

@@ -35,14 +35,10 @@ _LOST = m.Changes(0, (), lost=True)
 
 @dataclass(frozen=True)
 class RankPlace:
-    """An agent that has mapped a worker's memory, and how the worker names its parts.
-
-    groups: of each part, the number of its group, of which it may be a share.
-    """
+    """An agent that has mapped a worker's memory, and how the worker names its parts."""
 
     agent_id: str
     parts: tuple[m.RemoteParts, ...]
-    groups: tuple[int, ...]
 
 
 class Ranks:
@@ -79,7 +75,7 @@ class Ranks:
         for place in places:
             if place is None or place.agent_id not in self._own_agents:
                 return {}
-            for group, part in zip(place.groups, place.parts, strict=True):
+            for group, part in enumerate(place.parts):
                 # Ranks that hold equal bytes share a part.
                 parts.setdefault((part.fingerprint, part.kv_rank), (part, group))
         return dict(parts.values())
