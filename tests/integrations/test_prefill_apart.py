@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 TOKENS = 8
+JSON = {"Content-Type": "application/json"}
 # Longer than it takes to ask the decode engine: it has to wait for what is stored.
 LATE = {"lmcache_redis.agent.peers._FIRST_TOKEN_FIRST_S": 1.0}
 
@@ -44,12 +45,21 @@ def start(stack: ExitStack, model: Path, agent: AgentServer, log: Path, ranks: i
     return server
 
 
+def prefilled(url: str, prompt: list[int]) -> Any:
+    """What the answer to a prefill says, if it is asked as vLLM's proxy for NIXL asks."""
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+    params |= {"remote_block_ids": None, "remote_host": None, "remote_port": None}
+    asked = {"model": "demo", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
+    status, text = ask(url, "/v1/completions", asked, **JSON)
+    assert status == 200, text
+    return json.loads(text)["kv_transfer_params"]
+
+
 def answer(url: str, prompt: list[int], **more: Any) -> tuple[list[int], int]:
     """The tokens of an answer, and how many of its prompt were cached."""
     asked = {"model": "demo", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0.0}
     asked |= {"ignore_eos": True, "return_token_ids": True, **more}
-    header = {"Content-Type": "application/json"}
-    status, text = ask(url, "/v1/completions", asked, **header)
+    status, text = ask(url, "/v1/completions", asked, **JSON)
     assert status == 200, text
     lines = text.decode().removeprefix("data: ").split("\n\ndata: ")
     pieces = [json.loads(each) for each in lines if not each.startswith("[DONE]")]
@@ -64,7 +74,7 @@ def test_a_decoder_hits_what_another_size_has_prefilled(
     plain: ForkedEngine, model_dir: Path, tmp_path: Path, redis_server: RedisServer,
     prompts: Prompts,
 ) -> None:  # fmt: skip
-    questions = [prompts.tokens(2 * CHUNK + 10) for _ in range(4)]
+    questions = [prompts.tokens(2 * CHUNK + 10) for _ in range(5)]
     expected = [plain.generate([each], TOKENS).outputs[0] for each in questions]
     model = tmp_path / "model"
     shutil.copytree(model_dir, model)
@@ -83,10 +93,13 @@ def test_a_decoder_hits_what_another_size_has_prefilled(
         assert answer(url, questions[0]) == (expected[0], 2 * CHUNK)
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
         assert answer(url, questions[1], **streamed) == (expected[1], 2 * CHUNK)
+        told = prefilled(at[0], questions[4])
+        assert told == {"lmcache_redis": {"stored_tokens": 2 * CHUNK}}
+        assert answer(at[1], questions[4], kv_transfer_params=told) == (expected[4], 2 * CHUNK)
         # What a prefill engine is not asked for is computed.
         assert answer(at[1], questions[2]) == (expected[2], 0)
         assert decode_agent.counter("retrieves_failed") == 0
-        assert decode_agent.counter("loaded_chunks") == 2 * 2
+        assert decode_agent.counter("loaded_chunks") == 3 * 2
         prefillers.close()
         assert answer(url, questions[3]) == (expected[3], 0)
         for agent in (prefill_agent, decode_agent):
