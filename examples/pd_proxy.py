@@ -12,7 +12,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, web
+from aiohttp import (
+    ClientError,
+    ClientPayloadError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    web,
+)
 from yarl import URL
 
 logger = logging.getLogger("pd_proxy")
@@ -167,9 +174,14 @@ class Proxy:
                 response = web.StreamResponse(status=answer.status, reason=answer.reason)
                 response.headers.update(_forwarded(answer.headers))
                 await response.prepare(request)
-                async for piece in answer.content.iter_any():
-                    await response.write(piece)
-                await response.write_eof()
+                try:
+                    async for piece in answer.content.iter_any():
+                        await response.write(piece)
+                    await response.write_eof()
+                except ClientPayloadError as error:
+                    logger.warning("an answer of %s has broken off: %s; see its log", url, error)
+                    if request.transport is not None:  # so the client's breaks off too
+                        request.transport.abort()
                 return response
         return _error(502, "no decode engine can be reached: start one, or correct --decode")
 

@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPConnection, HTTPResponse, IncompleteRead
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
 from pathlib import Path
@@ -279,6 +279,21 @@ def test_a_client_that_goes_away_ends_its_request() -> None:
         with streamed(url) as answer:
             assert answer.read(4) == b"data"
         assert decode.left.wait(60)
+
+
+def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one() -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b"data: one\n\n"
+        raise OSError
+
+    with (
+        played(says({})) as prefill,
+        played(lambda handler: handler.stream(pieces())) as decode,
+        proxy([prefill.url], [decode.url]) as url,
+    ):
+        with streamed(url) as answer, pytest.raises((IncompleteRead, ConnectionError)):
+            answer.read()
+        assert ask(url, "/health")[0] == 200
 
 
 def test_its_words_teach() -> None:
