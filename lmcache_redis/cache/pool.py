@@ -71,7 +71,8 @@ class PoolMemory(Protocol):
 class Arena:
     """Anonymous private memory cut into page-aligned slots of one size. A unit is a slot.
 
-    A block is a tuple of slot numbers, one per stripe. `take` and `give_back` are for one thread.
+    A block is a tuple of slot numbers. A slot has one stripe, or as many as fit (shares are small).
+    `take` and `give_back` are for one thread.
     The arena is spread over all NUMA nodes (`numa_nodes`), unless numactl or a cpuset says
     otherwise. slot_bytes: usable; the stride is rounded up to a page. Raises ValueError if not even
     one slot fits, and OSError if the address space cannot be allocated.
@@ -131,7 +132,10 @@ class Arena:
             self.prefaulted_bytes = self.size_bytes
 
     def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
-        return -(-chunk_bytes // stripe_bytes)
+        return -(-chunk_bytes // (self._per_slot(stripe_bytes) * stripe_bytes))
+
+    def _per_slot(self, stripe_bytes: int) -> int:
+        return max(1, self.slot_bytes // stripe_bytes)
 
     def take(self, units: int) -> tuple[int, ...]:
         block = tuple(self._free[: -units - 1 : -1])
@@ -147,8 +151,11 @@ class Arena:
         if stripe_bytes > self.slot_bytes:
             raise IndexError(f"stripes of {stripe_bytes} bytes in slots of {self.slot_bytes}")
         memory, stride = self._view, self.slot_stride_bytes
-        views = [memory[at : at + stripe_bytes] for at in [slot * stride for slot in block]]
-        views[-1] = views[-1][: chunk_bytes - (len(block) - 1) * stripe_bytes]
+        in_slot = [number * stripe_bytes for number in range(self._per_slot(stripe_bytes))]
+        places = [slot * stride + at for slot in block for at in in_slot]
+        stripes = -(-chunk_bytes // stripe_bytes)
+        views = [memory[at : at + stripe_bytes] for at in places[:stripes]]
+        views[-1] = views[-1][: chunk_bytes - (stripes - 1) * stripe_bytes]
         return views
 
     def close(self) -> None:

@@ -132,13 +132,12 @@ class SharingTier:
             if not isinstance(whole := job.tag, _Whole):
                 done(job, outcome)
                 return
-            is_last = whole.ended(job, outcome)
-            if outcome is not ReadOutcome.LOADED and not whole.is_given_up:
-                whole.is_given_up = True  # the others are of no use
-                self.cancel(whole.job)
-            if is_last:
+            if whole.ended(job, outcome):
                 del self._in_flight[whole.job]
                 done(whole.job, _read_outcome(whole.outcomes))
+            elif outcome is not ReadOutcome.LOADED and not whole.is_given_up:
+                whole.is_given_up = True  # the others are of no use
+                self.cancel(whole.job)
 
         shares = [self._shares(job) for job in jobs]
         if any(len(each) > 1 for each in shares):

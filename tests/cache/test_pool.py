@@ -129,6 +129,34 @@ class TestArena:
         with pytest.raises(IndexError):
             slot_of(pool, 0, PAGE + 1)
 
+    @pytest.mark.parametrize(
+        ("chunk_bytes", "stripe_bytes", "slots"),
+        [
+            (3 * PAGE, PAGE, 3),
+            (3 * PAGE - 1, PAGE, 3),
+            (8 * 1000, 1000, 2),  # four in a slot
+            (8 * 1000 - 1, 1000, 2),
+            (9 * 1000, 1000, 3),
+            (5 * (PAGE // 2), PAGE // 2, 3),
+            (2 * (PAGE // 2 + 1), PAGE // 2 + 1, 2),
+        ],
+    )
+    def test_small_stripes_lie_side_by_side(
+        self, arena: Arenas, chunk_bytes: int, stripe_bytes: int, slots: int
+    ) -> None:
+        pool = arena(8 * PAGE, PAGE)
+        assert pool.units(chunk_bytes, stripe_bytes) == slots
+        block, other = pool.take(slots), pool.take(slots)
+        for number, each in enumerate((block, other), 1):
+            views = pool.views(each, chunk_bytes, stripe_bytes)
+            assert [len(view) for view in views[:-1]] == [stripe_bytes] * (len(views) - 1)
+            assert sum(map(len, views)) == chunk_bytes
+            for index, view in enumerate(views):
+                view[:] = bytes([16 * number + index]) * len(view)
+        for number, each in enumerate((block, other), 1):
+            for index, view in enumerate(pool.views(each, chunk_bytes, stripe_bytes)):
+                assert view == bytes([16 * number + index]) * len(view)
+
     def test_what_fills_no_slot_is_not_used(self, arena: Arenas) -> None:
         pool = arena(4 * PAGE - 1, PAGE)
         assert (pool.capacity, pool.size_bytes) == (3, 3 * PAGE)

@@ -105,7 +105,7 @@ class Watches:
         self._pool = agent.cache.pool
         self._disk = agent.disk
         self._redis = agent.redis
-        self._removals = agent.plane.removals
+        self._plane = agent.plane
         self._keys = ShareKeys(agent.config.key_prefix)
         self._watches: dict[Peer, _OpenWatch] = {}
         self._letters = letters_of(agent.cache)
@@ -144,14 +144,14 @@ class Watches:
         if self._disk is not None:
             self._disk.store.on_evicted = self._evicted_from_disk if is_on else None
         if is_on:
-            self._removals.listen(
+            self._plane.removals.listen(
                 lambda keys, certain: self._loop.post(
                     partial(self._removed_from_redis if certain else self._ask_redis, keys)
                 ),
                 lambda: self._loop.post(lambda: self._ask_redis([*self._in_redis])),
             )
         else:
-            self._removals.stop()
+            self._plane.removals.stop()
             self._in_redis.clear()
             self._of_share.clear()
 
