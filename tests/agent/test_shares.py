@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lmcache_redis.chunks.names import Reach
+from lmcache_redis.client.control import ControlClient
 from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.device.shares import HeadShares, default_shares, shares_of_rank
@@ -312,9 +313,11 @@ def test_a_canary_compares_every_share(agent: AgentServer, redis_server: RedisSe
         assert compared.call.wait(60)
         assert agent.counter("compared_chunks") == 4
         assert agent.counter("differing_chunks") == 1
-        # All shares of it are gone.
+        # All shares of it are gone, and what the other engine had in memory.
         agent.wait_idle()
         assert values(redis_server) == 3 * 4
+        ControlClient(agent.endpoint).trust()
+        assert engine.lookup("again", HASHES) == 64
 
 
 def test_routers_learn_that_a_share_was_evicted(tmp_path: Path) -> None:
