@@ -14,6 +14,7 @@ entry keeps its memory; an unpinned one stays until its memory is needed.
     doubted           what a tier must not be believed to have; removals that are tried again
     schedule          which writes begin: they give way to loads
     pacing            decisions: which parts a prefix needs, how much of it is worth loading
+    awaiting          how long a lookup waits for what another engine stores
     lookup            how many leading chunks are available, pinned, by a deadline
     parts             the parts of a lookup's chunks: held, missing, and where those are
     clearing          removes chunks whose keys have a common beginning

@@ -59,6 +59,7 @@ class Joining:
         self.index: set[bytes] = set()  # the chunk keys that Redis has
         self.redis = PlayedTier("Redis", self.index)
         plane: Any = self.redis
+        plane.removals = None
         self.agent = Agent.of(config, self.arena, plane)
         self.loop, self.peers = self.agent.loop, self.agent.peers
         self.handlers = Handlers(self.agent)
