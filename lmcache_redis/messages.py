@@ -224,7 +224,9 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
     engine computes a prompt token; chunks that are slower to load are left out, and none for 0.
     ``busy_s``: seconds in which it computes the rest of the prompts that it has begun. ``begun``:
     requests with lookups that it has begun since its last ``LOOKUP``. Those that were answered and
-    have neither begun nor ended count as prompts to be computed before this one.
+    have neither begun nor ended count as prompts to be computed before this one. ``stored_chunks``:
+    how many of ``hashes``, from the first on, another engine is said to have stored just now. Those
+    that are not there yet are waited for, no longer than the engine would compute them.
     """
 
     request_id: Name
@@ -236,6 +238,7 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
     begun: tuple[Name, ...] = ()
     before: Hashes = ()
     tenant: Tenant = ""
+    stored_chunks: Number = 0
 
 
 class Watch(Message, frozen=True, tag="WATCH"):

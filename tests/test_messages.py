@@ -46,6 +46,7 @@ QUESTIONS: list[m.Message] = [
     m.UnregisterKVCache(4),
     m.Lookup(5, "r", HASHES),
     m.Lookup(5, "r", HASHES, 3, (m.RemoteParts(1, 7, b"f" * 32, Reach("window", 128)),)),
+    m.Lookup(5, "r", HASHES, tenant="team", stored_chunks=2),
     m.Watch(5, (m.RemoteParts(1, 7, b"f" * 32, Reach("window", 128)),)),
     m.Store(6, "r", HASHES, (1, 2, 3, 4), 10**15, 7),
     m.Compare(6, "r", HASHES, (1, 2, 3, 4), 10**15, None, 1, client_named=2),
@@ -176,7 +177,7 @@ SCHEMAS = {
     6: "e65f263eb7909868",
     7: "a88dd8bc66744943",
     8: "8d3bb728837fa4d3",
-    9: "24afc7e87b6d116d",
+    9: "712d3971d227b3d8",
 }
 
 

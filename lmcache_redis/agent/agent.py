@@ -17,10 +17,10 @@ from lmcache_redis.agent.peers import LayoutTrust, Peers
 from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.agent.sharing import sharing
 from lmcache_redis.agent.sights import ChunkSights
+from lmcache_redis.cache.arena import Arena
 from lmcache_redis.cache.blocking import PATIENCE_S
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DiskTier
-from lmcache_redis.cache.pool import Arena
 from lmcache_redis.cache.sharing import SharingTier
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.cache.warming import Warming

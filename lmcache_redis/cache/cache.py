@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from lmcache_redis.cache.arena import PoolMemory
 from lmcache_redis.cache.clearing import Clears
 from lmcache_redis.cache.pacing import TransferRate, WaitQueue
-from lmcache_redis.cache.pool import Entry, HostPool, PoolMemory
+from lmcache_redis.cache.pool import Entry, HostPool
 from lmcache_redis.cache.threads import Owner, posting
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.chunks.names import ChunkForm

@@ -109,7 +109,7 @@ class SharingTier:
         ends = [0, *accumulate(map(len, each))]
         runs = [slice(*ends) for ends in pairwise(ends)]
         all_claimed = [_all(claimed[run]) for run in runs] if claimed else []
-        # Others write some of the shares: nobody waits for ours.
+        # Others write some of the shares. Ours would hold them up.
         unused = [
             key
             for keys, run, is_ours in zip(each, runs, all_claimed, strict=False)

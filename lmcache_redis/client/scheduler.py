@@ -180,10 +180,11 @@ class SchedulerClient:
         token_s: float = 0.0,
         busy_s: float = 0.0,
         tenant: str = "",
+        stored_tokens: int = 0,
     ) -> None:
         """Starts a lookup, as LOOKUP says it, unless the request has one.
 
-        before: of any agent.
+        before: of any agent. stored_tokens: of the prompt, that another engine stores just now.
         """
         if request_id in self._lookups:
             return
@@ -194,7 +195,9 @@ class SchedulerClient:
         remote = self.ranks.remote()
         welcome = self.link.welcome
         before = tuple(before) if self.names_before else ()
-        how = token_s, busy_s, begun, before, tenant
+        stored_chunks = stored_tokens // chunk_tokens - first_chunk if chunk_tokens else 0
+        stored_chunks = max(0, min(stored_chunks, len(hashes)))
+        how = token_s, busy_s, begun, before, tenant, stored_chunks
         question = m.Lookup(0, request_id, hashes, first_chunk, remote, *how)
         (call,) = self.link.submit_all([question]) if hashes else self.link.lost(1)
         deadline_s = time.monotonic() + _GRACE_S + (welcome.lookup_deadline_s if welcome else 0.0)

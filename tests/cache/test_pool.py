@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache_redis.cache.pool import Arena, Entry, EntryState, HostPool
+from lmcache_redis.cache.arena import Arena
+from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from tests.cache.auditing import audit, slots
 
 PAGE = 4096
@@ -181,7 +182,7 @@ class TestArena:
         pool = arena(5 << 20, 1 << 20)
         done_bytes = []
         monkeypatch.setattr(
-            "lmcache_redis.cache.pool.fault_in",
+            "lmcache_redis.cache.arena.fault_in",
             lambda *_, for_write: done_bytes.append(pool.prefaulted_bytes) or True,
         )
         assert pool.prefault(threading.Event())
@@ -211,7 +212,7 @@ class TestArena:
         cores = SimpleNamespace(sched_getaffinity=lambda _: {0, 1})
         patches = {"fault_in": fault_in, "time": clock, "os": cores, "_NEAR_BYTES": 4 * mib}
         for name, value in patches.items():
-            monkeypatch.setattr(f"lmcache_redis.cache.pool.{name}", value)
+            monkeypatch.setattr(f"lmcache_redis.cache.arena.{name}", value)
         requests = iter([1, 1, 0])  # asked only for what is far ahead
         assert pool.prefault(Stop(), lambda: next(requests) > 0)
         assert pauses_s == pytest.approx([1.0, 1.0, 1.0, 19.0, 19.0, 1.0])
