@@ -122,9 +122,11 @@ def _span(versions: Sequence[str], some: Sequence[str]) -> str:
 def _without_engines(rows: list[Result]) -> Iterator[str]:
     versions = sorted({row.vllm for row in rows}, key=_numbers, reverse=True)
     found = {(row.vllm, row.case): row for row in rows}
-    yield from _header("vLLM", ["settings, each with a verdict", "tests in its scheduler"])
+    of_before = "tokens hit of the version before"
+    names = ["settings, each with a verdict", "tests in its scheduler", of_before]
+    yield from _header("vLLM", names)
     for version in versions:
-        cells = [found.get((version, case)) for case in ("settings", "scheduler")]
+        cells = [found.get((version, case)) for case in ("settings", "scheduler", "upgrade")]
         yield _line([version, *(_count(row) for row in cells)])
 
 
