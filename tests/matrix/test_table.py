@@ -59,15 +59,16 @@ def test_rows_without_engines_have_a_table_of_their_own(tmp_path: Path) -> None:
         Result("0.9.0", "settings", "", wrong="2 without a verdict"),
         Result("0.10.0, its Python over 0.9.0", "settings", "", passed=1001),
         Result("0.10.0, its Python over 0.9.0", "scheduler", "", passed=7),
-        Result("0.9.0", "upgrade", "", passed=2304),
+        Result("0.9.0", "of 0.8.0", "", passed=2304),
     ):
         result.append_to(rows)
     main(rows, page)
     text = page.read_text()
     assert text.endswith(f"{VERSIONS[1]}\nbetween\n{BEGIN}\nold\n{END}\n")
     assert (
-        "| 0.10.0, its Python over 0.9.0 | 1,001 | 7 | not run |\n"
-        "| 0.9.0 | **fails**: 2 without a verdict | not run | 2,304 |\n"
+        "| 0.10.0, its Python over 0.9.0 | 1,001 | 7 |\n"
+        "| 0.9.0 | **fails**: 2 without a verdict | not run |\n"
+        "\nTokens hit with `share_across_versions`: 0.9.0 of 0.8.0: 2,304.\n"
     ) in text
 
 

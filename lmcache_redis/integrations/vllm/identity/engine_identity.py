@@ -79,8 +79,8 @@ _PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
 _OWN_PLUGINS = ("vllm.", "lmcache_redis.")
 # Kinds of KV cache that have the model's own numbers.
 UNQUANTIZED = frozenset({"auto", "bfloat16", "float16", "float32"})
-# Read on devices that have no cache (`support`).
-_OF_OTHER_DEVICES = ("AITER_", "VLLM_ROCM_", "VLLM_XPU_")
+# Settings of devices that have no cache (`support`), and of latents, which keep their version.
+_OF_OTHERS = ("AITER_", "VLLM_ROCM_", "VLLM_XPU_", "trtllm_ragged_backend")
 _DRAFTS_WITHOUT_KV = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"})
 
 
@@ -361,7 +361,7 @@ def _values(pair: str, kind: str, config: Any, chosen: bool = False) -> dict[str
         found = {
             name: value
             for name, value in found.items()
-            if _chooses(value) and not name.startswith(_OF_OTHER_DEVICES)
+            if _chooses(value) and not name.startswith(_OF_OTHERS)
         }
     if path := found.get(_FILE):
         found[_FILE] = Path(path).read_bytes().hex()
