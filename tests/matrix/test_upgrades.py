@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
-from tests.engines import VLLM_VARIABLE, ForkedEngine, empty, transfer_config
+from tests.engines import PATCH_VARIABLE, VLLM_VARIABLE, ForkedEngine, empty, transfer_config
 from tests.harness import AgentServer, wait_until
 from tests.matrix.models import VOCABULARY, write_model
 from tests.matrix.test_versions import PLACES, each_version, record, with_vllm
@@ -29,6 +29,7 @@ if not INSTALLED:
 
 CHUNK = 256
 CHUNKS = 3
+KERNEL = Path(__file__).with_name("other_kernel.py")
 SALTS_ARE_TAGGED = (0, 31)
 HASHES_HAVE_A_SEED = (0, 29)
 # Of what is between the others, `why --layouts` has the pairs.
@@ -70,13 +71,27 @@ def test_block_hashes_are_those_of_every_version(version: str) -> None:
             assert (found != ours[name]) == is_other, name
 
 
+def questions(count: int) -> list[list[int]]:
+    draw = random.Random(1)
+    return [
+        [draw.randrange(4, VOCABULARY) for _ in range(CHUNKS * CHUNK + 9)] for _ in range(count)
+    ]
+
+
+def agent_of(directory: Path, redis_url: str | None, canary_every: int = 0) -> AgentServer:
+    sizes = {"slot_bytes": (1 << 20) - 4096, "pool_bytes": 512 << 20, "chunk_size_tokens": CHUNK}
+    return AgentServer(directory / "agent", redis_url, canary_every=canary_every, **sizes)
+
+
 @contextmanager
 def engine(version: str, model: Path, agent: AgentServer, log: Path, **how: Any) -> Iterator[Any]:
-    """ranks: of TP. The rest is of ``kv_connector_extra_config``."""
+    """ranks: of TP. patch: run in it first. The rest is of ``kv_connector_extra_config``."""
     directory = PLACES[version]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONHASHSEED": "0"}
     if directory is not None:
         env[VLLM_VARIABLE] = str(directory)
+    if patch := how.pop("patch", None):
+        env[PATCH_VARIABLE] = str(patch)
     options = {"dtype": "float32", "max_model_len": 2048, "num_gpu_blocks_override": 64}
     options["tensor_parallel_size"] = how.pop("ranks", 1)
     kv_transfer = transfer_config(agent.endpoint, agent_dead_after_s=20.0, **how)
@@ -117,22 +132,12 @@ def test_a_version_hits_what_the_one_before_has_stored(
     if ranks > 1 and not shares:
         pytest.skip("they do not share")
     model = write_model("llama", tmp_path / "model")
-    draw = random.Random(1)
-    prompts = [[draw.randrange(4, VOCABULARY) for _ in range(CHUNKS * CHUNK + 9)] for _ in range(4)]
+    prompts = questions(4)
     new, old = prompts[:3], prompts[3:]
     sharing: dict[str, Any] = {"share_across_versions": True}
     if ranks > 1:
         sharing["share_across_tp"] = True
-    with (
-        RedisServer(tmp_path) as server,
-        AgentServer(
-            tmp_path / "agent",
-            server.unix_url,
-            chunk_size_tokens=CHUNK,
-            slot_bytes=(1 << 20) - 4096,
-            pool_bytes=512 << 20,
-        ) as agent,
-    ):
+    with RedisServer(tmp_path) as server, agent_of(tmp_path, server.unix_url) as agent:
         with engine(before, model, agent, tmp_path / "1.log", **sharing) as made:
             expected, _ = ask(made, agent, new)
         if shares:
@@ -161,3 +166,25 @@ def test_a_version_hits_what_the_one_before_has_stored(
             answers, cached = ask(made, agent, prompts)
             assert (answers, cached) == (expected, [0] * len(prompts))
     assert "Traceback" not in agent.log
+
+
+def test_a_kernel_that_is_wrong_is_found_at_the_first_hit(tmp_path: Path) -> None:
+    """No name can tell. Of what others have stored, nothing is loaded."""
+    model = write_model("llama", tmp_path / "model")
+    prompts, sharing = questions(3), {"share_across_versions": True}
+    with agent_of(tmp_path, None, canary_every=1000) as agent:
+
+        def layouts() -> set[str]:
+            return {each["layout"] for each in agent.status()["engines"]}
+
+        with engine(INSTALLED, model, agent, tmp_path / "1.log", **sharing) as made:
+            expected, _ = ask(made, agent, prompts)
+            own = layouts()
+        with engine(INSTALLED, model, agent, tmp_path / "2.log", **sharing, patch=KERNEL) as made:
+            assert layouts() == own
+            for prompt, right in zip(prompts, expected, strict=True):
+                answers, cached = ask(made, agent, [prompt])
+                assert cached == [0]
+                assert answers != [right]
+                wait_until(lambda: agent.status()["canaries"]["distrusted"], "a canary's end")
+    assert agent.log.count("is not what its engine has computed") == 1
