@@ -29,6 +29,9 @@ JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the rows 
 CompressOption = Annotated[
     bool, typer.Option("--compress", help="bfloat16 KV, beside the same with --compress lossless.")
 ]
+SharesOption = Annotated[
+    bool, typer.Option("--shares", help="Beside the same with share_across_tp, in turns.")
+]
 RoundsOption = Annotated[int, typer.Option("--rounds", min=1, max=1000)]
 
 
@@ -134,11 +137,13 @@ def against(
 
 
 @app.command()
-def lookup(rounds: RoundsOption = 200, json: JsonOption = None) -> None:
+def lookup(
+    rounds: RoundsOption = 200, shares: SharesOption = False, json: JsonOption = None
+) -> None:
     """A lookup's round trip through the agent, and the agent's start and memory."""
     from benchmarks import lookups as benchmark
 
-    _report("agent", benchmark.run(rounds), json)
+    _report("agent", benchmark.run(rounds, shares=shares), json)
 
 
 @app.command()
@@ -291,13 +296,14 @@ def main_job(
     rounds: RoundsOption = 5,
     prompt_tokens: Annotated[int, typer.Option(min=512, max=32_768)] = 4097,
     compress: CompressOption = False,
+    shares: SharesOption = False,
     output_dir: Annotated[Path, typer.Option(help="Logs and the model.")] = Path("bench-output"),
     json: JsonOption = None,
 ) -> None:
     """Time to first token of a real vLLM: cold, from the host pool, from Redis. Takes minutes."""
     from benchmarks import main_job as benchmark
 
-    rows = benchmark.run(output_dir, rounds, prompt_tokens, compress)
+    rows = benchmark.run(output_dir, rounds, prompt_tokens, compress, shares)
     _report(f"main job, prompts of {prompt_tokens} tokens", rows, json)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import StoreTransfer, TransferOp, WorkerClient
+from lmcache_redis.device.shares import HeadShares, shares_of_rank
 from lmcache_redis.errors import LMCacheRedisError
 from testkit.agent import AgentServer
 
@@ -36,12 +37,16 @@ class EngineFailed(LMCacheRedisError):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One worker's KV cache: ``segments`` pages in each block."""
+    """One worker's KV cache: ``segments`` pages in each block.
+
+    shares: how many shares of heads its chunks are cut into; 0: none.
+    """
 
     name: str
     segments: int
     page_bytes: int
     blocks_per_chunk: int
+    shares: int = 0
 
     @property
     def chunk_bytes(self) -> int:
@@ -79,7 +84,8 @@ class Engine:
         self.bytes_moved = chunks * shape.chunk_bytes
         self._numbers = 0
         half = chunks * shape.blocks_per_chunk
-        size = (shape.segments, 2 * half, shape.page_bytes)
+        heads = max(1, shape.shares)
+        size = (shape.segments, 2 * half, heads, shape.page_bytes // heads)
         self.memory = torch.randint(0, 256, size, dtype=torch.uint8, device=self.device)
         order = torch.randperm(2 * half, generator=torch.Generator().manual_seed(2)).tolist()
         self.source_blocks, self.target_blocks = order[:half], order[half:]
@@ -88,14 +94,19 @@ class Engine:
         tokens = shape.block_tokens
         self.scheduler = SchedulerClient(agent.endpoint, _MODEL, 1, tokens, **ids)
         self.worker = WorkerClient(agent.endpoint, _MODEL, 1, 0, tokens, **ids)
+        cut = None
+        if shape.shares:
+            every = shares_of_rank(heads, heads, 0, 1)
+            cut = HeadShares(dict.fromkeys(names, 1), every, heads)
+        tensors = dict(zip(names, self.memory, strict=True))
         try:
             self.worker.register_groups(
-                [CacheGroup(dict(zip(names, self.memory, strict=True)), "uint8", tokens)],
+                [CacheGroup(tensors, "uint8", tokens, heads=cut)],
                 num_blocks=2 * half,
                 identity={},
                 block_strides=dict.fromkeys(names, shape.page_bytes),
             )
-            self._wait_registered(agent)
+            self.wait_registered(agent)
         except BaseException:
             self.close()
             raise
@@ -199,7 +210,7 @@ class Engine:
         if tokens != self.chunks * CHUNK_TOKENS:
             raise EngineFailed(f"a lookup found {tokens} of {self.chunks * CHUNK_TOKENS} tokens")
 
-    def _wait_registered(self, agent: AgentServer) -> None:
+    def wait_registered(self, agent: AgentServer) -> None:
         deadline_s = time.monotonic() + _REGISTER_S
         while not (self.worker.ready and self.scheduler.link.online):
             log = agent.log_path.read_text(errors="replace").splitlines()

@@ -17,8 +17,9 @@ Redis is full at the start, as a cache is after its first day: each store evicts
 its memory. A server that grows needs fresh pages instead, which on a virtual machine cost more than
 everything else in a store.
 
-With ``compress`` the KV is bfloat16, and a third engine answers in turn, whose agent packs what it
-stores: `packed`, `packed-rush`, `packed-pool-hit`, `packed-redis-hit`.
+With ``compress`` or ``shares`` the KV is bfloat16, and a further engine answers in turn: `packed`,
+whose agent packs what it stores, or `shared`, which cuts chunks for other tensor-parallel sizes;
+also `packed-rush`, `packed-pool-hit`, `packed-redis-hit`, ...
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from testkit.engine import Answer, EngineProcess
 REDIS_BYTES = 6 << 30
 POOL_BYTES = 4 << 30
 HALF = ModelShape(layers=8, dtype="bfloat16", itemsize=2)
-OURS, PACKED = "cold", "packed"
+OURS, PACKED, SHARED = "cold", "packed", "shared"
 _MOST_PROMPTS = 200
 # Each takes three prompts per engine, and varies less than single prompts.
 _MOST_RUSH_ROUNDS = 5
@@ -59,6 +60,7 @@ def run(
     rounds: int = 5,
     prompt_tokens: int = 4097,
     compress: bool = False,
+    shares: bool = False,
     say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
     """Rows with medians over ``rounds`` prompts; over at most 7 for hits and 5 for rushes.
@@ -66,8 +68,10 @@ def run(
     Logs go to ``output_dir``.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    shape = HALF if compress else CPU_SHAPE
-    forms = {OURS: "off", PACKED: "lossless"} if compress else {OURS: "off"}
+    shape = HALF if compress or shares else CPU_SHAPE
+    forms = {OURS: "off"}
+    forms |= {PACKED: "lossless"} if compress else {}
+    forms |= {SHARED: "off"} if shares else {}
     make_model(output_dir / "model", shape, prompt_tokens + 64)
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
@@ -218,6 +222,7 @@ class _Job:
             self._output_dir / "model",
             log_path=self._output_dir / f"{name}.log",
             connector_endpoint=None if agent is None else agent.endpoint,
+            connector={"share_across_tp": True} if name == SHARED else None,
             options=options | {"dtype": self._shape.dtype, "max_model_len": self._tokens + 64},
         ) as engine:
             if agent is not None:
@@ -230,7 +235,7 @@ def _case(name: str, what: str) -> str:
 
 
 def _rows(times: dict[str, list[float]], get_s: float) -> list[dict[str, Any]]:
-    beside = {OURS: "plain", PACKED: "plain"}
+    beside = dict.fromkeys((OURS, PACKED, SHARED), "plain")
     beside |= {f"{name}-rush": "plain-rush" for name in beside}
     rows: list[dict[str, Any]] = []
     for case, seconds in times.items():

@@ -373,8 +373,8 @@ class ClientConfig:
         False,
     )
     share_across_versions: bool = setting(
-        "the same with other versions of vLLM. Needs a text model without quantization; the first "
-        "16 hits of an engine are only compared",
+        "share with other versions of vLLM that set this too: their KV differs in its last bits. "
+        "Needs a text model without quantization; the first 16 hits of an engine are only compared",
         False,
     )
     kv_shares: int | None = setting(

@@ -123,7 +123,7 @@ from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.tenants import MOST_LETTERS
 from lmcache_redis.tier_kinds import KINDS
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAGIC = b"LMCR-MP"
 PREAMBLE = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 << 20
@@ -181,7 +181,7 @@ class GetChunkSize(Message, frozen=True, tag="GET_CHUNK_SIZE"):
 
 
 class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A group of a worker's layers, or a share of it: which rank names its parts, their layout."""
+    """A group of a worker's layers: which rank names its parts, and their layout."""
 
     kv_rank: int
     layout: KVLayout
@@ -224,7 +224,9 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
     engine computes a prompt token; chunks that are slower to load are left out, and none for 0.
     ``busy_s``: seconds in which it computes the rest of the prompts that it has begun. ``begun``:
     requests with lookups that it has begun since its last ``LOOKUP``. Those that were answered and
-    have neither begun nor ended count as prompts to be computed before this one.
+    have neither begun nor ended count as prompts to be computed before this one. ``stored_chunks``:
+    how many of ``hashes``, from the first on, another engine is said to have stored just now. Those
+    that are not there yet are waited for, no longer than the engine would compute them.
     """
 
     request_id: Name
@@ -236,6 +238,7 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
     begun: tuple[Name, ...] = ()
     before: Hashes = ()
     tenant: Tenant = ""
+    stored_chunks: Number = 0
 
 
 class Watch(Message, frozen=True, tag="WATCH"):

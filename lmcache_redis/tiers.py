@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
 from lmcache_redis.chunks.frame import ChunkFrame
+from lmcache_redis.chunks.names import Shares
 from lmcache_redis.tier_kinds import TierKind
 
 ResultT = TypeVar("ResultT")
@@ -149,7 +150,8 @@ class ChunkIO:
     belong to the tier from the call until `done`. deadline: of the owner's clock. tag: for
     the caller's use. is_asked_for: a load is a use of the chunk, so its TTL may start again.
     tenant: 8 bytes of a digest of who stores it, or empty. stored_bytes: how many bytes a tier has
-    stored for the payload of a write, if it counts them; else 0. Compared and hashed by identity.
+    stored for the payload of a write, if it counts them; else 0. shares: those of its form.
+    Compared and hashed by identity.
     """
 
     key: bytes
@@ -160,6 +162,7 @@ class ChunkIO:
     is_asked_for: bool = True
     tenant: bytes = b""
     stored_bytes: int = 0
+    shares: Shares | None = None
 
     def check(self, writable: bool) -> None:
         """Raises ValueError unless there is one slot of the right size for every stripe."""

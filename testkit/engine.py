@@ -44,7 +44,8 @@ class Answer:
 class EngineProcess(Child):
     """Starts an engine, waits until it is ready, and drives it. A context manager.
 
-    model_dir: a local model. connector_endpoint: the agent's, or None for no connector.
+    model_dir: a local model. connector_endpoint: the agent's, or None for no connector; connector:
+    further settings of it.
     options: further arguments of ``vllm.LLM``. env: further environment variables.
     kv_transfer: replaces the connector's config (for peers).
     """
@@ -59,6 +60,7 @@ class EngineProcess(Child):
         *,
         log_path: Path,
         connector_endpoint: str | None = None,
+        connector: Mapping[str, Any] | None = None,
         kv_transfer: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
@@ -67,7 +69,10 @@ class EngineProcess(Child):
             kv_transfer = {
                 "kv_connector": "LMCacheRedisConnector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {"endpoint": connector_endpoint},
+                "kv_connector_extra_config": {
+                    "endpoint": connector_endpoint,
+                    **(connector or {}),
+                },
             }
         environment = {**engine_environment(), **(env or {})}
         super().__init__(["testkit.engine"], log_path.open("a+b"), environment)

@@ -128,7 +128,7 @@ def test_every_option_in_the_text_is_of_a_command() -> None:
 
 
 def test_files_exist() -> None:
-    folders = ("lmcache_redis", "tests", "benchmarks", "scripts", "docs")
+    folders = ("lmcache_redis", "tests", "benchmarks", "scripts", "docs", "examples")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     known = {f"/{path.relative_to(ROOT).as_posix()}" for path in files}
     for page in PAGES:

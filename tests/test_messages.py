@@ -46,6 +46,7 @@ QUESTIONS: list[m.Message] = [
     m.UnregisterKVCache(4),
     m.Lookup(5, "r", HASHES),
     m.Lookup(5, "r", HASHES, 3, (m.RemoteParts(1, 7, b"f" * 32, Reach("window", 128)),)),
+    m.Lookup(5, "r", HASHES, tenant="team", stored_chunks=2),
     m.Watch(5, (m.RemoteParts(1, 7, b"f" * 32, Reach("window", 128)),)),
     m.Store(6, "r", HASHES, (1, 2, 3, 4), 10**15, 7),
     m.Compare(6, "r", HASHES, (1, 2, 3, 4), 10**15, None, 1, client_named=2),
@@ -90,7 +91,7 @@ def test_messages_survive_the_wire() -> None:
 
 def test_a_message_in_bytes() -> None:
     assert transport.encode(m.Ping(7)) == [
-        b"LMCR-MP\x00\x08",
+        b"LMCR-MP\x00\x09",
         bytes.fromhex("82 a4 74797065 a4 50494e47 a7 63616c6c5f6964 07"),
     ]
 
@@ -176,6 +177,7 @@ SCHEMAS = {
     6: "e65f263eb7909868",
     7: "a88dd8bc66744943",
     8: "8d3bb728837fa4d3",
+    9: "712d3971d227b3d8",
 }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.cache.pool import Arena
+from lmcache_redis.cache.arena import Arena
 from lmcache_redis.native import numa
 from lmcache_redis.native.madvise import address_of
 

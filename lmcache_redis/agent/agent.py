@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lmcache_redis import __version__
@@ -16,14 +16,15 @@ from lmcache_redis.agent.limits import TenantLimits
 from lmcache_redis.agent.peers import LayoutTrust, Peers
 from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.agent.sights import ChunkSights
+from lmcache_redis.cache.arena import Arena
 from lmcache_redis.cache.blocking import PATIENCE_S
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DiskTier
-from lmcache_redis.cache.pool import Arena
+from lmcache_redis.cache.sharing import SharingTier
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.cache.warming import Warming
 from lmcache_redis.chunks.frame import parsed_metadata
-from lmcache_redis.chunks.names import ChunkForm
+from lmcache_redis.chunks.names import ChunkForm, ShareKeys
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.pinning import PoolPinning
 from lmcache_redis.metrics import Metrics
@@ -53,13 +54,17 @@ _SAID = {
 
 @dataclass(frozen=True)
 class Agent:
-    """Owned by the loop thread, which other threads wake through ``wakeup``."""
+    """Owned by the loop thread, which other threads wake through ``wakeup``.
+
+    redis: the plane as a tier of the cache.
+    """
 
     config: AgentConfig
     wakeup: Wakeup
     loop: OwnerLoop
     arena: Arena
     plane: RedisPlane
+    redis: SharingTier
     disk: DiskTier | None
     cache: Cache
     copies: CopyThreads
@@ -85,7 +90,14 @@ class Agent:
         keys = plane.options.seal_keys
         peers = Peers(b"" if keys is None else keys.tenants)
         of_redis = limit_bytes, config.op_timeout_s, refresh_s, peers.tenants
-        backings = [*more, Backing(plane, REDIS, *of_redis)]
+        redis = SharingTier(plane, config.key_prefix)
+        backings = [
+            replace(each, tier=SharingTier(each.tier, config.key_prefix))
+            if each.kind.is_shared
+            else each
+            for each in more
+        ]
+        backings.append(Backing(redis, REDIS, *of_redis))
         disk = None
         if config.disk_path is not None:
             # At most half of a lookup's time is for the disk; the rest is for Redis.
@@ -104,7 +116,8 @@ class Agent:
             peers.tenants.limits = TenantLimits(limits, plane, loop, config.ttl_s)
         cache = Cache(loop, arena, backings, Metrics())
         if config.warm_bytes:
-            cache.warming = Warming(cache, plane.rank, config.warm_bytes)
+            first = ShareKeys(config.key_prefix).first
+            cache.warming = Warming(cache, plane.rank, config.warm_bytes, first)
         copies = CopyThreads(config.copy_threads, wakeup.set)
         sights = ChunkSights(config.store_after) if config.store_after > 1 else None
         return Agent(
@@ -113,6 +126,7 @@ class Agent:
             loop,
             arena,
             plane,
+            redis,
             disk,
             cache,
             copies,

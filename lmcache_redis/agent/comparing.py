@@ -99,6 +99,15 @@ class CompareJob(StoreJob):
         chunk_hash, form = self._hashes[chunk], self._form
         self._cache.metrics.count("differing_chunks")
         self._cache.remove(form.key(chunk_hash), cached.form.stripe_count)
+        # Engines of other sizes have the same shares in entries of their own.
+        for each in self._agent.peers.registered:
+            for other in each.forms:
+                is_same = (other.fingerprint, other.model_name) == (
+                    form.fingerprint,
+                    form.model_name,
+                )
+                if is_same and other.kv_rank != form.kv_rank:
+                    self._cache.remove(other.key(chunk_hash), other.stripe_count)
         if chunk >= len(self._hashes) - self._question.client_named:
             if self._agent.trust.differed_by_name(form.fingerprint):
                 logger.warning(

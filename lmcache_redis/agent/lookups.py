@@ -2,17 +2,20 @@
 """Lookups: which leading chunks of a prompt are cached, for every rank of the scheduler's engine.
 
     waiting for workers that register ──all ranks──▶ looking up ──▶ answered
-                    └──────────not soon: a miss──────────▶ answered
+                    └──────────not soon: a miss─────── ▲ ─│ ───────▶ answered
+                             waiting for what is being stored
 
-Workers are waited for while they are expected, and no longer than the engine would compute. The
-chunks of a hit are pinned for the request's session. A lookup that is cancelled is a miss.
+Workers are waited for while they are expected, and no longer than the engine would compute. So are
+chunks that another engine is said to be storing (`cache.awaiting`): the lookup begins again after a
+pause, in which it has pinned nothing. The chunks of a hit are pinned for the request's session. A
+lookup that is cancelled is a miss.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +23,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.peers import Peer, Registration, Reply
 from lmcache_redis.agent.sessions import FirstMiss, HitLoad, PartKey, PastLookup, Session
+from lmcache_redis.cache.awaiting import AwaitedChunks
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
@@ -30,6 +34,8 @@ from lmcache_redis.tier_kinds import HOST
 logger = logging.getLogger(__name__)
 
 _JOIN_POLL_S = 0.01
+# Of a lookup's deadline: for the wait for what is being stored. The rest is for its load.
+_AWAITING = 0.5
 
 
 class LookupJob:
@@ -55,6 +61,10 @@ class LookupJob:
         self._started_s = self._now()
         self._deadline_s = self._started_s + agent.config.lookup_deadline_s
         self._compare_only = False
+        stored = min(question.stored_chunks, len(question.hashes))
+        until_s = self._started_s + _AWAITING * agent.config.lookup_deadline_s
+        self._awaited = AwaitedChunks(peer.computing, stored, until_s)
+        self._levels: dict[int, int] = {}  # the tiers of chunks that came before the last look
         self._tenant = agent.peers.tenants.shown(question.tenant)
         self._chunk_tokens = agent.config.chunk_size_tokens
 
@@ -72,7 +82,8 @@ class LookupJob:
 
     def _go_on(self, session: Session, ranks: Sequence[Registration] | None) -> None:
         if ranks is not None:
-            self._started_s = self._now()
+            if self._awaited.since_s is None:
+                self._started_s = self._now()
             self._look_up(session, ranks)
         elif self._may_wait():
             timer = self._agent.loop.after(_JOIN_POLL_S, partial(self._look_again, session))
@@ -176,7 +187,13 @@ class LookupJob:
         forms: Sequence[ChunkForm],
         found: PrefixLookup,
     ) -> None:
-        tiers = tier_letters(found, letters_of(self._agent.cache))
+        self._levels |= found.parts.levels()
+        if pause_s := self._pause_s(found):
+            found.missed.clear()  # they may come
+            timer = self._agent.loop.after(pause_s, partial(self._look_again, session))
+            session.cancel_lookup = partial(self._cancel, timer.cancel)
+            return
+        tiers = tier_letters(found.bound, self._levels, letters_of(self._agent.cache))
         # First, because the engine is waiting.
         self._reply(m.LookupResult(0, found.bound, tiers, self._compare_only))
         loaded_chunks = 0 if self._compare_only else found.bound
@@ -208,6 +225,12 @@ class LookupJob:
                 pool.seen(None, (entry.key,))
         session.cancel_lookup = None
 
+    def _pause_s(self, found: PrefixLookup) -> float:
+        """How long to wait for what another engine is storing; 0.0: not, or no longer."""
+        if self._compare_only or found.end.counter != "miss_absent":
+            return 0.0
+        return self._awaited.pause_s(found.bound, self._chunk_tokens, self._now())
+
     def _note(self, found: PrefixLookup, tiers: str, took_s: float, layouts: Sequence[str]) -> None:
         reason, words, missed = "", sorted(found.end.reasons), b""
         if found.bound < len(self._question.hashes):
@@ -221,6 +244,9 @@ class LookupJob:
                 words += [state.reason for state in states if state.reason not in ("", *words)]
             if reason == "absent" and self._was_held_back(missed):
                 words.append("it was seen before, but too seldom to be written (--store-after)")
+            if reason == "absent" and self._awaited.since_s is not None:
+                waited_s = self._now() - self._awaited.since_s
+                words.append(f"another engine was to store it, and had not after {waited_s:.2f} s")
             if reason == "absent" and len(layouts) > 1 and found.parts.has_some_of(found.bound):
                 reason = "in_part"
         self._keep(
@@ -270,6 +296,7 @@ class LookupJob:
         metrics.count("lookup_chunks", chunks)
         for kind in (HOST, *self._agent.cache.kinds):
             metrics.count(kind.hits, tiers.count(kind.letter))
+        metrics.count("awaited_chunks", self._awaited.came(found.bound))
         metrics.observe("lookup_seconds", took_s)
         if found.bound:
             metrics.observe("hit_chunks", found.bound)
@@ -289,11 +316,13 @@ def letters_of(cache: Cache) -> tuple[str, ...]:
     return tuple(kind.letter for kind in cache.kinds)
 
 
-def tier_letters(found: PrefixLookup, letters: Sequence[str]) -> str:
-    """See `messages.LookupResult`. letters: of the cache's tiers."""
-    levels = found.parts.levels()
+def tier_letters(bound: int, levels: Mapping[int, int], letters: Sequence[str]) -> str:
+    """See `messages.LookupResult`. levels: the tiers of chunks that were not in the host pool.
+
+    letters: of the cache's tiers.
+    """
     return "".join(
-        letters[levels[chunk]] if chunk in levels else HOST.letter for chunk in range(found.bound)
+        letters[levels[chunk]] if chunk in levels else HOST.letter for chunk in range(bound)
     )
 
 

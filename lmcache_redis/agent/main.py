@@ -23,7 +23,7 @@ from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.agent.reports.recording import TraceRecorder
 from lmcache_redis.agent.service import Service
-from lmcache_redis.cache.pool import Arena
+from lmcache_redis.cache.arena import Arena
 from lmcache_redis.config import AgentConfig, endpoint_path, ensure_private, parse_address
 from lmcache_redis.errors import ConfigError, DeviceError, StartError
 from lmcache_redis.processes import NamedThread, raise_descriptor_limit

@@ -17,6 +17,7 @@ from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import REGISTERING, CopyOutcome
 from lmcache_redis.agent.peers import Peer, Registration, Reply
 from lmcache_redis.cache.threads import posting
+from lmcache_redis.chunks.keys import held_ranks
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, engine_chunk_tokens
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.context import open_device
@@ -28,7 +29,7 @@ from lmcache_redis.errors import ConfigError, DeviceError, FormatError, GpuLost,
 
 logger = logging.getLogger(__name__)
 
-MAX_GROUPS = 2048  # of layers, or shares of them
+MAX_GROUPS = 256  # of layers
 
 _Worker = tuple[str, "int | None"]  # engine id, worker id
 
@@ -37,6 +38,9 @@ def form_of(
     layout: KVLayout, model_name: str, kv_rank: int, chunk_tokens: int, config: AgentConfig
 ) -> ChunkForm:
     """The form of a group's parts. Raises ``ConfigError`` if they cannot be cached."""
+    held, cut = len(held_ranks(kv_rank)), max(1, layout.shares)
+    if held != cut:
+        raise ConfigError(f"a kv_rank of {held} shares has a layout of {cut}")
     try:
         return ChunkForm.of(
             ChunkNames(layout.fingerprint(chunk_tokens), config.key_prefix),
@@ -45,6 +49,7 @@ def form_of(
             layout.metadata(chunk_tokens),
             config.slot_bytes,
             layout.reach,
+            layout.share.metadata(chunk_tokens) if layout.shares else None,
         )
     except FormatError as error:
         raise ConfigError(f"chunks of this KV cache cannot be cached: {error}") from error
@@ -156,7 +161,7 @@ class Registering:
             return
         peer.registration = registration
         self._cache.metrics.count("registrations")
-        groups = "; ".join(dict.fromkeys(map(_sentence, registration.forms)))
+        groups = "; ".join(map(_sentence, registration.forms))
         logger.info("registered %s: %s", _name(peer), groups)
         if self._cache.warming is not None:
             self._cache.warming.warm(registration.forms)
@@ -182,7 +187,7 @@ class Registering:
                     "install the same lmcache-redis on both sides"
                 )
             forms.append(form)
-        if sum(form.stripe_count for form in forms) > self._cache.pool.capacity:
+        if sum(map(self._cache.units, forms)) > self._cache.pool.capacity:
             chunk_bytes = sum(form.chunk_bytes for form in forms)
             raise ConfigError(
                 f"a chunk of {chunk_bytes} bytes does not fit the host pool: "

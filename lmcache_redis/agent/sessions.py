@@ -261,7 +261,7 @@ class Session:
         Copies and pins end in the order of the prompt, which would be evicted in that order.
         """
         tags = map(hash_tag, reversed(self.positions))
-        self._pool.touch_all(stem + tag for tag in tags for stem in self.stems)
+        self._pool.touch_all([stem + tag for tag in tags for stem in self.stems])
 
     @property
     def has_pins(self) -> bool:

@@ -6,12 +6,15 @@ stripes; a hash identifies one of them. In memory a chunk is an `Entry` of the h
 entry keeps its memory; an unpinned one stays until its memory is needed.
 
     pool              which chunk holds which memory, and who waits for it to be filled
+    arena             its memory, in slots
     disk              a tier behind the pool (`lmcache_redis.tiers`), as is `RedisPlane`
+    sharing           a tier that engines of other tensor-parallel sizes use
     blocking          makes a tier of a store whose calls block, as those of disks do
     writebehind       one bounded queue per tier; the changes of one key are in order
     doubted           what a tier must not be believed to have; removals that are tried again
     schedule          which writes begin: they give way to loads
     pacing            decisions: which parts a prefix needs, how much of it is worth loading
+    awaiting          how long a lookup waits for what another engine stores
     lookup            how many leading chunks are available, pinned, by a deadline
     parts             the parts of a lookup's chunks: held, missing, and where those are
     clearing          removes chunks whose keys have a common beginning

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from lmcache_redis.cache.arena import PoolMemory
 from lmcache_redis.cache.clearing import Clears
 from lmcache_redis.cache.pacing import TransferRate, WaitQueue
-from lmcache_redis.cache.pool import Entry, HostPool, PoolMemory
+from lmcache_redis.cache.pool import Entry, HostPool
 from lmcache_redis.cache.threads import Owner, posting
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.chunks.names import ChunkForm
@@ -205,7 +206,7 @@ class Cache:
             return None
         frame, views = form.frame(chunk_hash), self.views(entry)
         load = Load(entry.key, frame, views, deadline_s, entry=entry, level=level)
-        load.is_asked_for = is_asked_for
+        load.is_asked_for, load.shares = is_asked_for, form.shares
         entry.cancel = lambda: self.tiers[load.level].cancel(load)
         return load
 

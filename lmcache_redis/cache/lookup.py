@@ -33,6 +33,7 @@ The counters of reads (``loaded_chunks``, and misses of reads that fail) are par
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -80,6 +81,7 @@ class PrefixLookup:
 
     Attributes:
         bound: the length of the prefix in chunks. end: why it is not longer.
+        missed: the chunks by which it became shorter, by counter: counted when the lookup ends.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class PrefixLookup:
     ) -> None:
         self.bound = len(request.hashes)
         self.end = PrefixEnd()
+        self.missed: Counter[str] = Counter()
         self._cache = cache
         self._now = cache.owner.now
         self._request = request
@@ -120,6 +123,9 @@ class PrefixLookup:
     def cancel(self) -> None:
         """Ends the lookup and releases all pins; without an answer, if there was none yet."""
         self._state = _Stage.ENDED
+        for counter, chunks in self.missed.items():
+            self._cache.metrics.count(counter, chunks)
+        self.missed.clear()
         self._deadline.cancel()
         if self._wake is not None:
             self._wake.cancel()
@@ -212,7 +218,7 @@ class PrefixLookup:
 
     def _ends_at(self, chunk: int, counter: str) -> None:
         # The prefix may already end earlier, because the host pool had no room.
-        self._cache.metrics.count(counter, max(0, self.bound - chunk))
+        self.missed[counter] += max(0, self.bound - chunk)
         self._shrink(chunk, counter)
 
     # --------------------------------------------------------------- settle
@@ -278,7 +284,8 @@ class PrefixLookup:
 
     def _load_some(self) -> None:
         if self._state is _Stage.LOADING:
-            self.parts.begin_some()
+            for part in self.parts.begin_some():
+                self._ended(part)
             if self.parts.to_load:
                 self._cache.owner.post(self._load_some)
             else:
@@ -378,6 +385,11 @@ class PrefixLookup:
         self._ends_at(self.bound - chunks, "miss_pool_full")
 
     def _filled(self, part: PartState) -> None:
+        self.parts.filled(part)
+        self._ended(part)
+
+    def _ended(self, part: PartState) -> None:
+        """A part is not being filled any more, or has no room."""
         if part.entry is None or part.entry.state is not EntryState.READY:
             self.end.reasons.add("a chunk could not be loaded")
             self._shrink(part.part[0], self.parts.failure_of(part))

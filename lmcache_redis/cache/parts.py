@@ -69,7 +69,7 @@ class PartState:
 class LookupParts:
     """Pins, watches and loads the parts of one lookup. Owned by the cache's owner thread.
 
-    filled: told when the filling of a held part has ended.
+    ended: told by the pool when the filling of a held part has ended; it calls `filled`.
 
     Attributes:
         length: of the prefix whose parts are needed, in chunks.
@@ -79,7 +79,7 @@ class LookupParts:
     """
 
     def __init__(
-        self, cache: Cache, request: LookupRequest, filled: Callable[[PartState], None]
+        self, cache: Cache, request: LookupRequest, ended: Callable[[PartState], None]
     ) -> None:
         rows = [*request.forms, *request.remote]
         reaches = [row.reach for row in rows]
@@ -94,7 +94,7 @@ class LookupParts:
         self._cache = cache
         self._request = request
         self._stems = [row.stem(len(request.hashes[0])) for row in rows]
-        self._on_filled = filled
+        self._on_ended = ended
 
     @property
     def last_level(self) -> int:
@@ -208,7 +208,7 @@ class LookupParts:
     def release_for_good(self) -> None:
         """As `release_all`, and tells of nothing any more: so it holds its lookup no longer."""
         self.release_all()
-        self._on_filled = _ignored
+        self._on_ended = _ignored
 
     def _need(self, parts: Iterable[Part]) -> list[PartState]:
         states = [self.state(part) for part in parts]
@@ -220,7 +220,7 @@ class LookupParts:
         state.entry = entry
         if entry.state is EntryState.FILLING:
             self.filling += 1
-            state.watcher = partial(self._filled, state)
+            state.watcher = partial(self._on_ended, state)
             self._cache.pool.watch(entry, state.watcher)
 
     def _release(self, state: PartState) -> None:
@@ -232,10 +232,10 @@ class LookupParts:
                 self._cache.pool.unwatch(entry, watcher)
             self._cache.pool.unpin(entry)
 
-    def _filled(self, state: PartState) -> None:
+    def filled(self, state: PartState) -> None:
+        """The filling of a held part has ended."""
         state.watcher = None
         self.filling -= 1
-        self._on_filled(state)
 
     def units(self) -> tuple[int, int, int]:
         """The units of memory of the parts to be loaded now, of those held, and of a chunk."""
@@ -388,8 +388,9 @@ class LookupParts:
         chunk, row = state.part
         self._cache.probe(self._request.forms[row], self._request.hashes[chunk], level)
 
-    def begin_some(self) -> None:
-        """Begins the next batch of loads."""
+    def begin_some(self) -> list[PartState]:
+        """Begins the next batch of loads; returns the parts that have no room any more."""
+        left: list[PartState] = []
         some, self.to_load = self.to_load[:_SOME_PARTS], self.to_load[_SOME_PARTS:]
         batch: list[Load] = []
         for state in some:
@@ -401,23 +402,25 @@ class LookupParts:
             ):
                 begun, batch = batch, []
                 self._cache.begin_loads(begun)
-            self._prepare(state, level, batch)
+            if not self._prepare(state, level, batch):
+                left.append(state)
         self._cache.begin_loads(batch)
+        return left
 
-    def _prepare(self, state: PartState, level: int, batch: list[Load]) -> None:
-        """Holds a part, and loads it in the batch unless that has begun."""
+    def _prepare(self, state: PartState, level: int, batch: list[Load]) -> bool:
+        """Holds a part, and loads it in the batch unless that has begun. False: no room is left."""
         request, (chunk, row), pool = self._request, state.part, self._cache.pool
         entry = pool.hold(state.key)
         if entry is None:
             form, chunk_hash = request.forms[row], request.hashes[chunk]
             load = self._cache.prepare_load(form, chunk_hash, level, request.deadline_s)
             if load is None:
-                self._on_filled(state)  # the room is gone
-                return
+                return False
             batch.append(load)
             state.load, self.has_loads, entry = load, True, load.entry
             pool.hold(state.key)
         self._held(state, entry)
+        return True
 
 
 def _ignored(part: PartState) -> None:

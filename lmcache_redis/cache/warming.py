@@ -83,10 +83,17 @@ class _Filling:
 class Warming:
     """Owned by the cache's owner. rank: prefixes, the most keys, a deadline, and who is told.
 
-    size_bytes: of all chunks that it loads.
+    size_bytes: of all chunks that it loads. first: `ShareKeys.first`: what a rank knows them by.
     """
 
-    def __init__(self, cache: Cache, rank: Rank, size_bytes: int) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        rank: Rank,
+        size_bytes: int,
+        first: Callable[[bytes], bytes] = lambda key: key,
+    ) -> None:
+        self._first = first
         self._cache = cache
         self._rank = rank
         self._left_bytes = size_bytes
@@ -103,7 +110,7 @@ class Warming:
     def warm(self, forms: Sequence[ChunkForm]) -> None:
         """These parts of chunks are of a worker that is registered now."""
         # Without its last byte, the length of a hash.
-        new = {form.stem(MAX_HASH_BYTES)[:-1]: form for form in forms}
+        new = {self._first(form.stem(MAX_HASH_BYTES)[:-1]): form for form in forms}
         self._unranked.update(new.keys() - self._forms.keys())
         self._forms.update(new)
         if self._unranked and not self._is_stopped:
@@ -116,7 +123,7 @@ class Warming:
         self._pause_until_s = self._cache.owner.now() + self._pause_s()
         for chunk, (entry, watcher) in self._loading.items():
             self._cache.pool.unwatch(entry, watcher)
-            self._queue.appendleft(chunk.key)
+            self._queue.appendleft(self._first(chunk.key))
             self._left_bytes += chunk.form.chunk_bytes
         if self._loading:
             self._loading.clear()
@@ -175,7 +182,7 @@ class Warming:
     def _chunk(self, key: bytes) -> _Chunk | None:
         for prefix, form in self._forms.items():
             if key.startswith(prefix) and (name := form.names.parse(key)) is not None:
-                return _Chunk(key, form, name.chunk_hash)
+                return _Chunk(form.key(name.chunk_hash), form, name.chunk_hash)
         return None
 
     def _load_some(self) -> None:
@@ -184,10 +191,14 @@ class Warming:
             return
         cache = self._cache
         for _ in range(min(len(self._queue), _MOST_A_TURN)):
-            key = self._queue[0]
-            chunk, level = self._chunk(key), cache.level_of(key)
-            is_needless = key in cache.pool or cache.clears.ended.has(key)
-            if chunk is None or level is None or is_needless:
+            chunk = self._chunk(self._queue[0])
+            level = None if chunk is None else cache.level_of(chunk.key)
+            if (
+                chunk is None
+                or level is None
+                or chunk.key in cache.pool
+                or cache.clears.ended.has(chunk.key)
+            ):
                 self._queue.popleft()
                 continue
             form = chunk.form

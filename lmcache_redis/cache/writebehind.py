@@ -474,6 +474,7 @@ class WriteBehind:
         frame = form.frame(entry.chunk_hash)
         views = memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
         write = PendingWrite(entry.key, frame, views, self._owner.now() + timeout_s, entry=entry)
+        write.shares = form.shares
         if (account := self._backing.account) is not None:
             write.tenant = account.digest(entry.tenant)
         self._pool.pin(entry)

@@ -32,6 +32,14 @@ def stripe_payload_bytes(chunk_bytes: int, slot_bytes: int) -> int:
     return min(sizes, key=memory_bytes)
 
 
+def equal_stripe_bytes(chunk_bytes: int, slot_bytes: int) -> int:
+    """Payload bytes of every stripe: the fewest of one size that fit the slots."""
+    count = pieces(chunk_bytes, slot_bytes)
+    while chunk_bytes % count:
+        count += 1
+    return chunk_bytes // count
+
+
 def _taken_bytes(payload_bytes: int) -> int:
     return allocated_bytes(HEADER_BYTES + payload_bytes + _STRING_BYTES)
 

@@ -28,6 +28,8 @@ NAMESPACE_BYTES = 16
 MAX_HASH_BYTES = 63
 MAX_MODEL_NAME_BYTES = 1024
 MAX_WORLD_SIZE = 0xFF
+# In the place of a local rank, which is below the size of a world.
+_TOGETHER = 0xFF
 INT_HASH_BYTES = 8
 CHUNK_HASH_BYTES = 32  # of `hash_chunks`
 
@@ -112,15 +114,29 @@ class ObjectKey:
         return cls(chunk_hash, model_name, kv_rank)
 
 
-def share_rank(shares: int, share: int) -> int:
+def share_rank(shares: int, share: int, held: int = 1) -> int:
     """The kv_rank of share number `share` of `shares` of a chunk's bytes, 8 bits each.
 
     The local half repeats the global half, so engines that place their workers on other nodes
-    share chunks.
+    share chunks. held: of this many shares from there on together: no rank of `ComputeKVRank`, and
+    no key in Redis has it (`held_ranks`).
     """
     check_int("the number of shares", shares, 0, 0xFF)
     check_int("the number of a share", share, 0, 0xFF)
-    return (shares << 8 | share) * 0x0001_0001
+    check_int("the shares that are held", held, 1, max(1, shares - share))
+    if held == 1:
+        return (shares << 8 | share) * 0x0001_0001
+    return shares << 24 | share << 16 | held << 8 | _TOGETHER
+
+
+def held_ranks(kv_rank: int) -> list[int]:
+    """The kv_rank of each share that is held together; any other one is its own."""
+    if kv_rank & 0xFF != _TOGETHER:
+        return [kv_rank]
+    shares, first, held, _ = kv_rank.to_bytes(4, "big")
+    if not 1 < held <= shares - first:
+        return [kv_rank]
+    return [share_rank(shares, first + number) for number in range(held)]
 
 
 def hash_chunks(

@@ -19,13 +19,13 @@ import functools
 import hashlib
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
-from lmcache_redis.chunks.cutting import stripe_payload_bytes
+from lmcache_redis.chunks.cutting import equal_stripe_bytes, stripe_payload_bytes
 from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.chunks.keys import (
     KEY_MAGIC,
@@ -33,6 +33,7 @@ from lmcache_redis.chunks.keys import (
     ObjectKey,
     before_hash,
     hash_tag,
+    held_ranks,
 )
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import FormatError, check_int
@@ -48,6 +49,7 @@ MAX_STRIPE_INDEX = 0xFFFF
 _CLAIM_MAGIC = KEY_MAGIC + b"claim:"
 _ACCOUNT_MAGIC = KEY_MAGIC + b"tenant:"
 _STRIPE_INDEX = struct.Struct(">H")
+_RANK_BYTES = 4
 
 
 def key_stem(
@@ -235,13 +237,62 @@ def opaque_pages(nbytes: int) -> RemoteMetadata:
     return RemoteMetadata(nbytes, [(nbytes,)], ["uint8"], MemoryFormat.PAGES)
 
 
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The shares that a chunk consists of, of equal size, each of whole stripes.
+
+    metadata: of one share, serialized.
+    """
+
+    count: int
+    metadata: bytes
+
+
+class ShareKeys:
+    """The keys of the shares of chunks, which engines of other sizes find. Thread-safe.
+
+    key_prefix: the user's, of all keys.
+    """
+
+    def __init__(self, key_prefix: bytes = b"") -> None:
+        self._at = len(key_prefix) + len(KEY_MAGIC) + NAMESPACE_BYTES
+        self._ranks = functools.lru_cache(maxsize=256)(_held_ranks)
+
+    def of(self, key: bytes) -> Sequence[bytes]:
+        """Those of a chunk, or of a beginning of keys; of what has no shares, itself."""
+        ranks = self._ranks(key[self._at : self._at + _RANK_BYTES])
+        if len(ranks) < 2:
+            return (key,)
+        before, behind = key[: self._at], key[self._at + _RANK_BYTES :]
+        return [before + rank + behind for rank in ranks]
+
+    def first(self, key: bytes) -> bytes:
+        """The first of these."""
+        rank = key[self._at : self._at + _RANK_BYTES]
+        first = self._ranks(rank)[0]
+        if first == rank:
+            return key
+        return key[: self._at] + first + key[self._at + _RANK_BYTES :]
+
+
+def _held_ranks(rank: bytes) -> list[bytes]:
+    if len(rank) < _RANK_BYTES:
+        return [rank]
+    ranks = held_ranks(int.from_bytes(rank, "big"))
+    return [each.to_bytes(_RANK_BYTES, "big") for each in ranks]
+
+
 @dataclass(frozen=True)
 class ChunkForm(PartNames):
-    """What one worker's chunks, or their parts of one group, share. metadata: serialized."""
+    """What one worker's chunks, or their parts of one group, share. metadata: serialized.
+
+    shares: if the chunks are cut into shares.
+    """
 
     chunk_bytes: int
     stripe_payload_bytes: int
     metadata: bytes
+    shares: Shares | None = None
 
     @staticmethod
     def of(
@@ -251,12 +302,26 @@ class ChunkForm(PartNames):
         metadata: RemoteMetadata,
         slot_bytes: int,
         reach: Reach = FULL_REACH,
+        of_share: RemoteMetadata | None = None,
     ) -> ChunkForm:
-        """The form of chunks in stripes of at most ``slot_bytes``. Raises FormatError."""
-        stripe_bytes = stripe_payload_bytes(metadata.length, slot_bytes)
+        """The form of chunks in stripes of at most ``slot_bytes``. Raises FormatError.
+
+        of_share: the metadata of each share, if they are cut into shares.
+        """
+        shares = None
+        if of_share is None:
+            stripe_bytes = stripe_payload_bytes(metadata.length, slot_bytes)
+        else:
+            stripe_bytes = equal_stripe_bytes(of_share.length, slot_bytes)
+            shares = Shares(len(held_ranks(kv_rank)), of_share.serialize())
+            if shares.count * of_share.length != metadata.length:
+                raise FormatError(
+                    f"{shares.count} shares of {of_share.length} bytes are no chunk of "
+                    f"{metadata.length}"
+                )
         form = ChunkForm(
             names, model_name, kv_rank, metadata.length, stripe_bytes, metadata.serialize(),
-            reach=reach,
+            shares, reach=reach,
         )  # fmt: skip
         form.frame(bytes(32))
         form.key(bytes(32))

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.keys import share_rank
@@ -15,7 +15,7 @@ from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.device.shares import HeadShares, Share
+from lmcache_redis.device.shares import HeadShares
 from lmcache_redis.device.signals import Signals
 from lmcache_redis.processes import has_ended, is_running
 
@@ -37,8 +37,8 @@ class CacheGroup:
     shard: number of this worker's share of the group's bytes, and how many shares there are; None:
         every worker has its own. Workers with equal shares hold equal bytes.
     replica: number of this worker among those with equal shares, and how many they are.
-    heads: how the group is cut by head, in the place of ``shard``: each share is registered as a
-        group of its own, for engines of every TP size if ``identity`` names none.
+    heads: how the group is cut by head, in the place of ``shard``, for engines of every TP size if
+        ``identity`` names none.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -50,39 +50,18 @@ class CacheGroup:
     replica: tuple[int, int] = (0, 1)
     heads: HeadShares | None = None
 
-
-class GroupPart(NamedTuple):
-    """What is registered as a group: group ``number`` of a worker, or a share of its heads."""
-
-    number: int
-    group: CacheGroup
-    share: Share | None = None
-
-    @property
-    def cut(self) -> tuple[Mapping[str, int], Share] | None:
-        heads = self.group.heads
-        return (heads.dims, self.share) if heads and self.share else None
-
-    @property
-    def identity(self) -> Mapping[str, str]:
-        heads = self.group.heads
-        return {**self.group.identity, **({"kv_shares": str(heads.count)} if heads else {})}
-
     def kv_rank(self, worker_id: int, world_size: int) -> int:
-        heads, shard = self.group.heads, self.group.shard or (worker_id, world_size)
-        number, count = (self.share.number, heads.count) if heads and self.share else shard
+        if self.heads is not None:
+            return share_rank(self.heads.count, self.heads.shares[0].number, len(self.heads.shares))
+        number, count = self.shard or (worker_id, world_size)
         return share_rank(count, number)
 
 
 @dataclass(frozen=True)
 class ExportedMemory:
-    """What is registered with each agent. signals: of the memory's GPU; None on the CPU.
-
-    parts: of the groups, each with a layout.
-    """
+    """What is registered with each agent. signals: of the memory's GPU; None on the CPU."""
 
     groups: Sequence[CacheGroup] = ()
-    parts: Sequence[GroupPart] = ()
     layouts: Sequence[KVLayout] = ()
     storages: tuple[m.StorageHandle, ...] = ()
     signals: Signals | None = None
@@ -96,42 +75,38 @@ class ExportedMemory:
         block_strides: Mapping[str, int] | None,
     ) -> ExportedMemory:
         """Raises ``DeviceError``."""
-        parts = [
-            GroupPart(number, group, share)
-            for number, group in enumerate(groups)
-            for share in (group.heads.shares if group.heads else [None])
-        ]
-        tensors = [part.group.tensors for part in parts]
-        cuts = [part.cut for part in parts]
+        tensors = [group.tensors for group in groups]
+        cuts = [group.heads for group in groups]
         exported = export_kv_caches(tensors, num_blocks, block_strides, cuts)
         layouts = [
             KVLayout(
-                identity=tuple(sorted({**identity, **part.identity}.items())),
-                dtype=part.group.dtype,
+                identity=tuple(sorted({**identity, **group.identity, **_cut(group)}.items())),
+                dtype=group.dtype,
                 device=exported.device,
-                block_size_tokens=part.group.block_size_tokens,
+                block_size_tokens=group.block_size_tokens,
                 num_blocks=num_blocks,
                 segments=pages.segments,
                 page_format=pages.page_format,
-                reach=part.group.reach,
+                reach=group.reach,
                 pages=pages.pages,
+                shares=len(group.heads.shares) if group.heads else 0,
             )
-            for part, pages in zip(parts, exported.groups, strict=True)
+            for group, pages in zip(groups, exported.groups, strict=True)
         ]
-        return cls(groups, parts, layouts, exported.storages, exported.signals)
+        return cls(groups, layouts, exported.storages, exported.signals)
 
     def named(self, worker_id: int, world_size: int, chunk_tokens: int) -> tuple[m.KVGroup, ...]:
         """The groups to register, with the rank and the fingerprint that name their parts."""
         named = []
-        for part, layout in zip(self.parts, self.layouts, strict=True):
+        for group, layout in zip(self.groups, self.layouts, strict=True):
             fingerprint = layout.fingerprint(chunk_tokens)
-            kv_rank = part.kv_rank(worker_id, world_size)
+            kv_rank = group.kv_rank(worker_id, world_size)
             named.append(m.KVGroup(kv_rank, layout, fingerprint))
         return tuple(named)
 
-    def numbers(self, group: int) -> list[int]:
-        """What the parts of a group are registered as; without memory, the group itself."""
-        return [n for n, part in enumerate(self.parts) if part.number == group] or [group]
+
+def _cut(group: CacheGroup) -> Mapping[str, str]:
+    return {} if group.heads is None else {"kv_shares": str(group.heads.count)}
 
 
 @dataclass(eq=False)

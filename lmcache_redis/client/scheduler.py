@@ -37,14 +37,10 @@ _LOST = m.Changes(0, (), lost=True)
 
 @dataclass(frozen=True)
 class RankPlace:
-    """An agent that has mapped a worker's memory, and how the worker names its parts.
-
-    groups: of each part, the number of its group, of which it may be a share.
-    """
+    """An agent that has mapped a worker's memory, and how the worker names its parts."""
 
     agent_id: str
     parts: tuple[m.RemoteParts, ...]
-    groups: tuple[int, ...]
 
 
 class Ranks:
@@ -81,7 +77,7 @@ class Ranks:
         for place in places:
             if place is None or place.agent_id not in self._own_agents:
                 return {}
-            for group, part in zip(place.groups, place.parts, strict=True):
+            for group, part in enumerate(place.parts):
                 # Ranks that hold equal bytes share a part.
                 parts.setdefault((part.fingerprint, part.kv_rank), (part, group))
         return dict(parts.values())
@@ -186,10 +182,11 @@ class SchedulerClient:
         token_s: float = 0.0,
         busy_s: float = 0.0,
         tenant: str = "",
+        stored_tokens: int = 0,
     ) -> None:
         """Starts a lookup, as LOOKUP says it, unless the request has one.
 
-        before: of any agent.
+        before: of any agent. stored_tokens: of the prompt, that another engine stores just now.
         """
         if request_id in self._lookups:
             return
@@ -200,7 +197,9 @@ class SchedulerClient:
         remote = self.ranks.remote()
         welcome = self.link.welcome
         before = tuple(before) if self.names_before else ()
-        how = token_s, busy_s, begun, before, tenant
+        stored_chunks = stored_tokens // chunk_tokens - first_chunk if chunk_tokens else 0
+        stored_chunks = max(0, min(stored_chunks, len(hashes)))
+        how = token_s, busy_s, begun, before, tenant, stored_chunks
         question = m.Lookup(0, request_id, hashes, first_chunk, remote, *how)
         (call,) = self.link.submit_all([question]) if hashes else self.link.lost(1)
         deadline_s = time.monotonic() + _GRACE_S + (welcome.lookup_deadline_s if welcome else 0.0)

@@ -276,8 +276,7 @@ class WorkerClient:
             m.RemoteParts(self._worker_id, group.kv_rank, group.fingerprint, group.layout.reach)
             for group in groups
         )
-        numbers = tuple(part.number for part in memory.parts)
-        place = RankPlace(welcome.agent_id, parts, numbers)
+        place = RankPlace(welcome.agent_id, parts)
         registration = SentRegistration(memory, welcome, place, chunk_tokens)
         self._registration = registration  # before it is sent: what follows it is of this agent
         if not registration.agent_is_visible:
@@ -340,7 +339,6 @@ class WorkerClient:
     ) -> list[StoreTransfer]:
         """Starts a store of each op's chunks for its request, all in one message.
 
-        There is a transfer of each part of an op's group: of each share, if it is cut by head.
         after: of `signal`; the agent uses the blocks when the GPU has come to it.
         compare: the agent compares the blocks with what it has, and stores nothing. Each replica
             compares all chunks, because its own bytes may be wrong.
@@ -350,18 +348,15 @@ class WorkerClient:
             ops = [op.share(*self._memory.groups[op.group].replica) for op in ops]
         lease_ns = _lease(STORE_LEASE_S if after is None else STEP_S + STORE_LEASE_S)
         questions: list[m.Store] = []
-        parts: list[TransferOp] = []
         for name, op in zip(request_ids, ops, strict=True):
             hashes, block_ids = tuple(op.hashes), tuple(op.block_ids)
-            for number in self._memory.numbers(op.group):
-                part = name, hashes, block_ids, lease_ns, after, number, op.tenant
-                named = op.client_named
-                questions.append(m.Compare(0, *part, named) if compare else m.Store(0, *part))
-                parts.append(op)
+            of_op = name, hashes, block_ids, lease_ns, after, op.group, op.tenant
+            named = op.client_named
+            questions.append(m.Compare(0, *of_op, named) if compare else m.Store(0, *of_op))
         calls = self._submit(questions)
         return [
             StoreTransfer(call, op, lease_ns, self._registration)
-            for call, op in zip(calls, parts, strict=True)
+            for call, op in zip(calls, ops, strict=True)
         ]
 
     def begin_retrieves(
@@ -376,24 +371,24 @@ class WorkerClient:
 
         lease_ns: the end of the lease; None: by the bytes of each op.
         """
-        questions: list[m.Retrieve] = []
-        parts: list[TransferOp] = []
-        for name, op in zip(request_ids, ops, strict=True):
-            hashes, block_ids = tuple(op.hashes), tuple(op.block_ids)
-            skip_tokens = op.skip_blocks * self._block_tokens(op)
-            until_ns = lease_ns
-            if until_ns is None:
-                until_ns = _lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE)
-            for number in self._memory.numbers(op.group):
-                part = name, hashes, block_ids, skip_tokens, until_ns, after, number, op.tenant
-                questions.append(m.Retrieve(0, *part))
-                parts.append(op)
-        calls = self._submit(questions)
+        leases = [
+            lease_ns or _lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE)
+            for op in ops
+        ]
+        calls = self._submit(
+            [
+                m.Retrieve(
+                    0, name, tuple(op.hashes), tuple(op.block_ids),
+                    op.skip_blocks * self._block_tokens(op), lease_ns, after, op.group, op.tenant,
+                )
+                for name, op, lease_ns in zip(request_ids, ops, leases, strict=True)
+            ]
+        )  # fmt: skip
         last = self._registration
-        registered = 0 if last is None else last.number
+        number = 0 if last is None else last.number
         return [
-            RetrieveTransfer(call, op, each.lease_ns, last, lambda: self._mapped > registered)
-            for call, op, each in zip(calls, parts, questions, strict=True)
+            RetrieveTransfer(call, op, lease_ns, last, lambda: self._mapped > number)
+            for call, op, lease_ns in zip(calls, ops, leases, strict=True)
         ]
 
     def hold_stores(self, held: bool) -> AgentCall:
@@ -420,14 +415,13 @@ class WorkerClient:
 
     def _submit(self, questions: Sequence[m.Store | m.Retrieve]) -> list[AgentCall]:
         """Sends the questions. They are lost if they come after `NEVER`, or without memory."""
-        if not self._memory.parts or any(each.after == NEVER for each in questions):
+        if not self._memory.layouts or any(each.after == NEVER for each in questions):
             return self.link.lost(len(questions))
         return self.link.submit_all(questions)
 
     def _nbytes(self, op: TransferOp) -> int:
         layouts = self._memory.layouts
-        numbers = self._memory.numbers(op.group) if layouts else []
-        return sum(layouts[number].block_bytes for number in numbers) * len(op.block_ids)
+        return layouts[op.group].block_bytes * len(op.block_ids) if layouts else 0
 
     def _block_tokens(self, op: TransferOp) -> int:
         groups = self._memory.groups

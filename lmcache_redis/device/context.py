@@ -18,7 +18,7 @@ from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
 from lmcache_redis.device.handles import SharedMemoryHandle, StorageHandle
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.device.shares import Share, find_share
+from lmcache_redis.device.shares import HeadShares, find_shares
 from lmcache_redis.device.signals import Signals, signals_of
 from lmcache_redis.errors import DeviceError
 
@@ -42,15 +42,14 @@ def export_kv_caches(
     groups: Sequence[Mapping[str, torch.Tensor]],
     num_blocks: int,
     block_strides: Mapping[str, int] | None = None,
-    cuts: Sequence[tuple[Mapping[str, int], Share] | None] | None = None,
+    cuts: Sequence[HeadShares | None] | None = None,
 ) -> ExportedCaches:
     """Make an engine's tensors readable and writable by the agent.
 
     groups: for each group the tensors by name, in the order of its parts. Groups may overlay each
     other: a block belongs to one of them at a time. num_blocks, block_strides: as in
-    `lmcache_redis.device.blocks.find_segments`. cuts: for each group the dimensions and the share
-    of `find_share`, if it is a share. Raises DeviceError if the tensors are not on one device, or
-    cannot be exported.
+    `lmcache_redis.device.blocks.find_segments`. cuts: how each group is cut by head, if it is.
+    Raises DeviceError if the tensors are not on one device, or cannot be exported.
     """
     tensors = {name: tensor for group in groups for name, tensor in group.items()}
     views, storages = view_tensors(tensors)
@@ -61,7 +60,7 @@ def export_kv_caches(
     gpu = gpus.pop()
     named = {view.name: view for view in views}
     pages = tuple(
-        find_share([named[name] for name in group], num_blocks, *cut, block_strides)
+        find_shares([named[name] for name in group], num_blocks, cut, block_strides)
         if cut
         else find_segments([named[name] for name in group], num_blocks, block_strides)
         for group, cut in zip(groups, cuts or repeat(None, len(groups)), strict=True)

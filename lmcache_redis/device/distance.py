@@ -62,7 +62,7 @@ def part_distance(
     """
     farthest: Distance | None = None
     first, at = 0, 0
-    for pages in layout.pages:
+    for pages in layout.pages_of_all:
         dtype = _numeric(layout, pages.dtype)
         elements = math.prod(pages.shape)
         run_bytes = blocks * elements * itemsize(pages.dtype)

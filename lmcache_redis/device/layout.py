@@ -71,6 +71,9 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             distinguishes head-major from token-major pages, which have equal sizes.
         reach: which parts of a prefix the engine needs.
         pages: what the pages of all segments hold; empty if it cannot be told.
+        shares: how many shares the segments are of, one after the other, if they are cut by head
+            (`device.shares`): 1 or more. The segments of each have the same page sizes, and
+            ``page_format`` and ``pages`` are of one. 0: they are not cut.
     """
 
     identity: tuple[tuple[str, str], ...]
@@ -82,6 +85,18 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     page_format: str = ""
     reach: Reach = Reach()
     pages: tuple[Pages, ...] = ()
+    shares: int = 0
+
+    @property
+    def share(self) -> KVLayout:
+        """The layout of the first share alone."""
+        segments = self.segments[: len(self.segments) // max(1, self.shares)]
+        return msgspec.structs.replace(self, segments=segments, shares=min(1, self.shares))
+
+    @property
+    def pages_of_all(self) -> tuple[Pages, ...]:
+        """`pages`, for each share."""
+        return self.pages * max(1, self.shares)
 
     @property
     def block_bytes(self) -> int:
@@ -105,9 +120,9 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         blocks = self.blocks_per_part(chunk_size_tokens)
         part_bytes = blocks * self.block_bytes
-        if self.pages:
-            shapes = [(*each.segments, blocks, *each.shape) for each in self.pages]
-            dtypes = [each.dtype for each in self.pages]
+        if pages := self.pages_of_all:
+            shapes = [(*each.segments, blocks, *each.shape) for each in pages]
+            dtypes = [each.dtype for each in pages]
             with contextlib.suppress(FormatError):  # too many kinds of pages, or dimensions
                 return RemoteMetadata(part_bytes, shapes, dtypes, MemoryFormat.PAGES)
         return opaque_pages(part_bytes)
@@ -117,7 +132,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return fingerprint_of(self.canonical(chunk_size_tokens))
 
     def canonical(self, chunk_size_tokens: int) -> bytes:
-        """What decides the bytes of parts.
+        """What decides the bytes of parts, or of one share of each.
 
         The compact ASCII JSON array ``[identity sorted, dtype, block size, chunk size, page format,
         page bytes of every segment]``, followed by ``kind of reach, blocks per part`` unless the
@@ -129,7 +144,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.block_size_tokens,
             chunk_size_tokens,
             self.page_format,
-            [segment.page_bytes for segment in self.segments],
+            [segment.page_bytes for segment in self.share.segments],
         ]
         if self.reach.kind != "all":
             decisive += [self.reach.kind, self.blocks_per_part(chunk_size_tokens)]
@@ -156,11 +171,17 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             reason = _fault(segment, self.num_blocks, storage_sizes)
             if reason:
                 raise DeviceError(f"segment {index} ({segment}) {reason}")
+        self._check_shares()
         self._check_pages()
+
+    def _check_shares(self) -> None:
+        sizes, shares = [segment.page_bytes for segment in self.segments], max(1, self.shares)
+        if self.shares < 0 or sizes[: len(sizes) // shares] * shares != sizes:
+            raise DeviceError(f"the layout's {len(sizes)} segments are not of {self.shares} shares")
 
     def _check_pages(self) -> None:
         described: list[int] = []
-        for each in self.pages:
+        for each in self.pages_of_all:
             try:
                 page_bytes = math.prod(each.shape) * itemsize(each.dtype)
             except FormatError as error:

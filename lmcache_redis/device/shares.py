@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chunk in shares: each has some of the model's KV heads, at any size of tensor parallelism.
 
-A rank of any size holds whole shares, and loads and stores each as a part of its own. Its kv_rank
-and its layout are the same on every rank that holds the share:
+A rank of any size holds whole shares. They are one part of a chunk to it, to the host pool and to a
+disk. In Redis each is a value of its own, with a kv_rank and a layout that are the same whichever
+rank holds the share:
 
     a model of 8 heads in 8 shares    TP 1: shares 0 to 7    TP 2: 0 to 3 and 4 to 7    TP 8: one
 
@@ -20,7 +21,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lmcache_redis.device.blocks import PagedSegments, TensorView, block_dimension, find_segments
-from lmcache_redis.errors import ConfigError
+from lmcache_redis.device.layout import MAX_SEGMENTS
+from lmcache_redis.errors import ConfigError, DeviceError
 
 _DEFAULT_SHARES = 8
 _MOST_RUNS = 2  # of a head in a kernel's block: K and V
@@ -39,7 +41,7 @@ class HeadShares:
     """How a rank's KV is cut.
 
     dims: by the name of each tensor, its dimension that counts heads. shares: those of this rank,
-    of ``count`` in all.
+    consecutive, of ``count`` in all.
     """
 
     dims: Mapping[str, int]
@@ -70,6 +72,25 @@ def shares_of_rank(heads: int, shares: int, rank: int, ranks: int) -> list[Share
         )
     first = rank * heads // ranks
     return [Share((first + at) // per_share, at, per_share) for at in range(0, local, per_share)]
+
+
+def find_shares(
+    views: Sequence[TensorView],
+    num_blocks: int,
+    heads: HeadShares,
+    block_strides: Mapping[str, int] | None = None,
+) -> PagedSegments:
+    """The segments of all shares of a rank, one share after the other; format and pages are of one.
+
+    Raises DeviceError, as `find_share` does.
+    """
+    found = [
+        find_share(views, num_blocks, heads.dims, share, block_strides) for share in heads.shares
+    ]
+    segments = [segment for each in found for segment in each.segments]
+    if len(segments) > MAX_SEGMENTS:
+        raise DeviceError(f"shares of {len(segments)} segments; at most {MAX_SEGMENTS} are allowed")
+    return found[0]._replace(segments=tuple(segments))
 
 
 def find_share(

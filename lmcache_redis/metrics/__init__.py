@@ -102,6 +102,7 @@ _ALONE: Final = {
     # lookups
     "lookups": "lookups answered",
     "lookup_chunks": "chunks asked for by lookups",
+    "awaited_chunks": "chunks that came while lookups waited for another engine to store them",
     "probes": "chunks loaded to learn the rate of a tier",
     "warmed_chunks": "chunks loaded by --warm-bytes, before anybody asked for them",
     "warmed_bytes": "their bytes",

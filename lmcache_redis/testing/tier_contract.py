@@ -69,13 +69,16 @@ class Transfer:
             self.slots.append(memoryview(self._memory)[at : at + size])
             at += size + _GUARD
         self.key = form.key(name)
+        self._shares = form.shares
         self.outcomes: list[Any] = []
         if payload is not None:
             self.fill(payload)
 
     def job(self, deadline_s: float = PATIENCE_S) -> ChunkIO:
         until_s = time.monotonic() + deadline_s
-        return ChunkIO(self.key, self.frame, self.slots, until_s, tag=self)
+        job = ChunkIO(self.key, self.frame, self.slots, until_s, tag=self)
+        job.shares = self._shares
+        return job
 
     def fill(self, payload: bytes) -> None:
         at = 0
@@ -395,10 +398,10 @@ _NO_JOB = Transfer(_FORM, bytes(_HASH_BYTES)).job()
 
 
 class _NewChunk:
-    def __init__(self, name: bytes | None = None, form: ChunkForm = _FORM) -> None:
+    def __init__(self, name: bytes | None = None, form: ChunkForm | None = None) -> None:
         self.name = _new_name() if name is None else name
-        self.form = form
-        self.payload = random.Random(next(_numbers)).randbytes(form.chunk_bytes)
+        self.form = form or _FORM
+        self.payload = random.Random(next(_numbers)).randbytes(self.form.chunk_bytes)
 
     @property
     def key(self) -> bytes:
@@ -425,7 +428,7 @@ def _note(job: ChunkIO, outcome: object) -> None:
     _transfer(job).outcomes.append(outcome)
 
 
-def _stored(tier: Tier, form: ChunkForm = _FORM) -> _NewChunk:
+def _stored(tier: Tier, form: ChunkForm | None = None) -> _NewChunk:
     chunk = _NewChunk(form=form)
     assert _store(tier, chunk.transfer()) == [WriteOutcome.STORED]
     return chunk

@@ -13,7 +13,7 @@ import zmq
 
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.service import Service
-from lmcache_redis.cache.pool import Arena
+from lmcache_redis.cache.arena import Arena
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane

@@ -17,7 +17,8 @@ from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.handlers import Handlers
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.registering import form_of
-from lmcache_redis.cache.pool import Arena, Entry
+from lmcache_redis.cache.arena import Arena
+from lmcache_redis.cache.pool import Entry
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.config import AgentConfig
@@ -58,6 +59,7 @@ class Joining:
         self.index: set[bytes] = set()  # the chunk keys that Redis has
         self.redis = PlayedTier("Redis", self.index)
         plane: Any = self.redis
+        plane.removals = None
         self.agent = Agent.of(config, self.arena, plane)
         self.loop, self.peers = self.agent.loop, self.agent.peers
         self.handlers = Handlers(self.agent)

@@ -14,8 +14,9 @@ from lmcache_redis.agent.copies import CopyThreads
 from lmcache_redis.agent.jobs import RetrieveJob, StoreJob
 from lmcache_redis.agent.peers import Peers, Registration
 from lmcache_redis.agent.sessions import Session, Sessions
+from lmcache_redis.cache.arena import Arena
 from lmcache_redis.cache.cache import Cache
-from lmcache_redis.cache.pool import Arena, Entry
+from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.config import AgentConfig

@@ -20,8 +20,8 @@ from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.registering import form_of
 from lmcache_redis.agent.reports.explaining import Explanations
 from lmcache_redis.agent.sessions import PastLookup, RequestHistory
+from lmcache_redis.cache.arena import Arena
 from lmcache_redis.cache.pacing import Bet
-from lmcache_redis.cache.pool import Arena
 from lmcache_redis.chunks.keys import hash_tag
 from lmcache_redis.chunks.names import parse_stripe_key
 from lmcache_redis.client.control import ControlClient

@@ -400,11 +400,8 @@ def test_ranks_with_equal_bytes_share_their_rows() -> None:
 
 
 def test_tiers_of_an_answer() -> None:
-    parts = SimpleNamespace(levels=lambda: {1: 0, 3: 1, 7: 1})
-    found: Any = SimpleNamespace(bound=4, parts=parts)
-    assert tier_letters(found, ("d", "r")) == "hdhr"
-    parts.levels = dict
-    assert tier_letters(found, ("d", "r")) == "hhhh"
+    assert tier_letters(4, {1: 0, 3: 1, 7: 1}, ("d", "r")) == "hdhr"
+    assert tier_letters(4, {}, ("d", "r")) == "hhhh"
 
 
 @pytest.mark.parametrize("use", ["looked up", "retrieved", "stored"])

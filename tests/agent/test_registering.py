@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent import registering
+from lmcache_redis.chunks.keys import share_rank
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.device.layout import Segment
 from lmcache_redis.errors import WireError
@@ -123,12 +124,13 @@ BIG = replace(LAYOUT, segments=(Segment(0, 0, 20_000, 20_000),))
 @pytest.mark.parametrize(
     ("groups", "why"),
     [
-        ([], "0 groups; there may be 1 to 2048"),
-        ([group_of(0)] * 2049, "2049 groups; there may be 1 to 2048"),
+        ([], "0 groups; there may be 1 to 256"),
+        ([group_of(0)] * 257, "257 groups; there may be 1 to 256"),
         ([replace(group_of(0), fingerprint=bytes(32))], "different fingerprints of one layout"),
         ([group_of(0, BIG)], "does not fit the host pool"),
         ([group_of(0)] * 17, "does not fit the host pool"),
-        ([group_of(0)] * 2048, "does not fit the host pool"),
+        ([group_of(0)] * 256, "does not fit the host pool"),
+        ([replace(group_of(0), kv_rank=share_rank(8, 2, 4))], "of 4 shares has a layout of 1"),
         ([group_of(0), group_of(0, NO_BLOCKS)], "of whole blocks"),
         ([replace(group_of(0), layout=HUGE)], "chunks of this KV cache cannot be cached"),
     ],

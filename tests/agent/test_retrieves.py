@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from lmcache_redis import messages as m
+from lmcache_redis.cache.arena import Arena
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.cache.pool import Arena, Entry
+from lmcache_redis.cache.pool import Entry
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import DeviceError, GpuLost
 from lmcache_redis.metrics import Metrics

@@ -12,17 +12,20 @@ import pytest
 import torch
 
 from lmcache_redis.chunks.names import Reach
+from lmcache_redis.client.control import ControlClient
 from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.device.shares import HeadShares, default_shares, shares_of_rank
 from tests import cuda_driver
+from tests.agent import test_removals as removals
 from tests.cuda_driver.engine import GpuEngine, gpus
-from tests.harness import AgentServer, Engine, block_hashes
+from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer, stripe_keys
 
 pytestmark = pytest.mark.servers
 
 HASHES = block_hashes("prompt", 16)  # 4 chunks
+NAMES = HASHES[3::4]
 STORED, LOADED = range(16), range(20, 36)
 LAYERS, TOKENS, SIZE = 3, 16, 16
 WINDOW = Reach("window", 70)  # the last two chunks of a prefix
@@ -159,14 +162,14 @@ def test_one_size_loads_what_another_has_stored(
         engine.fill(model, STORED)
         engine.store("r", HASHES, STORED)
         agent.wait_idle()
-        assert agent.counter("stored_chunks") == 4 * shares, "each share once"
-    stored = values(redis_server)
+        assert agent.counter("stored_chunks") == 4 * min(heads, sizes[0])
+    assert (stored := values(redis_server)) == 4 * shares, "each share once"
     with (
         AgentServer(tmp_path / "two", url) as agent,
         ShardedEngine(agent.endpoint, sizes[1], heads, shares=shares) as engine,
     ):
         assert engine.lookup("r", HASHES) == 256
-        assert agent.counter("loaded_chunks") == 4 * shares
+        assert agent.counter("loaded_chunks") == 4 * min(heads, sizes[1])
         assert engine.retrieve("r", HASHES, LOADED) == set()
         assert engine.holds(model, LOADED)
         # What it computes is there already.
@@ -256,7 +259,7 @@ def test_groups_beside_each_other_are_cut_each_for_itself(
     ):
         assert engine.lookup("r", HASHES) == 256
         # Of four chunks all that full attention needs, and what the window does: two.
-        assert agent.counter("loaded_chunks") == 4 * 4 + 4 * 2
+        assert agent.counter("loaded_chunks") == 4 + 2
         assert engine.retrieve("r", HASHES, LOADED) == set()
         assert engine.holds(model, LOADED)
 
@@ -278,7 +281,7 @@ def test_states_beside_shares_are_for_engines_of_one_size(agent: AgentServer) ->
         assert other.lookup("again", HASHES) == 256
         # Its shares were there.
         agent.wait_idle()
-        assert agent.counter("stored_chunks") == 4 * 4 + 4 * 2 + 4
+        assert agent.counter("stored_chunks") == 4 * 2 + 4 * 2 + 4
 
 
 def test_other_shares_are_another_layout(agent: AgentServer) -> None:
@@ -296,18 +299,75 @@ def test_other_shares_are_another_layout(agent: AgentServer) -> None:
     assert "Traceback" not in agent.log
 
 
-def test_a_canary_compares_every_share(agent: AgentServer) -> None:
+def test_a_canary_compares_every_share(agent: AgentServer, redis_server: RedisServer) -> None:
     model = kv(4)
     with ShardedEngine(agent.endpoint, 2, 4) as engine, ShardedEngine(agent.endpoint, 1, 4) as one:
         engine.fill(model, STORED)
         engine.store("r", HASHES, STORED)
+        agent.wait_idle()
         assert one.lookup("r", HASHES) == 256
         model[0, 5, 3] += 1  # a head of a block of the second chunk
         one.fill(model, LOADED)
         op = one.op(HASHES, LOADED)
-        compared = one.workers[0].begin_stores(["r"], [op], compare=True)
-        assert len(compared) == 4
-        for each in compared:
-            assert each.call.wait(60)
-        assert agent.counter("compared_chunks") == 16
+        (compared,) = one.workers[0].begin_stores(["r"], [op], compare=True)
+        assert compared.call.wait(60)
+        assert agent.counter("compared_chunks") == 4
         assert agent.counter("differing_chunks") == 1
+        # All shares of it are gone, and what the other engine had in memory.
+        agent.wait_idle()
+        assert values(redis_server) == 3 * 4
+        ControlClient(agent.endpoint).trust()
+        assert engine.lookup("again", HASHES) == 64
+
+
+def test_routers_learn_that_a_share_was_evicted(tmp_path: Path) -> None:
+    with (
+        RedisServer(tmp_path, args=("--notify-keyspace-events", "Egex")) as server,
+        AgentServer(tmp_path / "agent", server.unix_url) as agent,
+        ShardedEngine(agent.endpoint, 1, 4) as engine,
+    ):
+        watcher = removals.stored(engine, server)
+        for number, name in enumerate(removals.NAMES):
+            with server.client() as client:
+                client.pexpire(removals.keys_of(server, name)[number], 1)
+            watcher.wait(0, "redis", removals.NAMES[number + 1 :])
+
+
+def test_a_new_agent_is_filled_with_shares(tmp_path: Path, redis_server: RedisServer) -> None:
+    model, url = kv(4), redis_server.unix_url
+    with (
+        AgentServer(tmp_path / "one", url) as agent,
+        ShardedEngine(agent.endpoint, 2, 4) as engine,
+    ):
+        engine.fill(model, STORED)
+        engine.store("r", HASHES, STORED)
+        agent.wait_idle()
+    with (
+        AgentServer(tmp_path / "two", url, warm_bytes="1GiB") as agent,
+        ShardedEngine(agent.endpoint, 1, 4) as engine,
+    ):
+        wait_until(lambda: agent.status()["warm"]["done"], "a filled host pool")
+        assert engine.lookup("r", HASHES) == 256
+        assert agent.counter("hit_chunks_host") == 4
+        assert engine.retrieve("r", HASHES, LOADED) == set()
+        assert engine.holds(model, LOADED)
+
+
+def test_a_chunk_whose_last_share_is_lost_is_stored_whole_again(
+    agent: AgentServer, redis_server: RedisServer
+) -> None:
+    model = kv(4)
+    with ShardedEngine(agent.endpoint, 1, 4) as engine:
+        engine.fill(model, STORED)
+        engine.store("r", HASHES, STORED)
+        agent.wait_idle()
+    with redis_server.client() as client:
+        for name in NAMES:
+            client.delete(removals.keys_of(redis_server, name)[-1])
+    agent.restart()
+    with ShardedEngine(agent.endpoint, 1, 4) as engine:
+        assert engine.lookup("r", HASHES) == 0
+        engine.fill(model, STORED)
+        engine.store("r", HASHES, STORED)
+        agent.wait_idle()
+        assert values(redis_server) == 4 * 4

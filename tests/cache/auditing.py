@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from lmcache_redis.cache.pool import Arena, EntryState, HostPool
+from lmcache_redis.cache.arena import Arena
+from lmcache_redis.cache.pool import EntryState, HostPool
 
 PAGE = 4096
 

@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache_redis.cache.pool import Arena, Entry, EntryState, HostPool
+from lmcache_redis.cache.arena import Arena
+from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from tests.cache.auditing import audit, slots
 
 PAGE = 4096
@@ -129,6 +130,34 @@ class TestArena:
         with pytest.raises(IndexError):
             slot_of(pool, 0, PAGE + 1)
 
+    @pytest.mark.parametrize(
+        ("chunk_bytes", "stripe_bytes", "slots"),
+        [
+            (3 * PAGE, PAGE, 3),
+            (3 * PAGE - 1, PAGE, 3),
+            (8 * 1000, 1000, 2),  # four in a slot
+            (8 * 1000 - 1, 1000, 2),
+            (9 * 1000, 1000, 3),
+            (5 * (PAGE // 2), PAGE // 2, 3),
+            (2 * (PAGE // 2 + 1), PAGE // 2 + 1, 2),
+        ],
+    )
+    def test_small_stripes_lie_side_by_side(
+        self, arena: Arenas, chunk_bytes: int, stripe_bytes: int, slots: int
+    ) -> None:
+        pool = arena(8 * PAGE, PAGE)
+        assert pool.units(chunk_bytes, stripe_bytes) == slots
+        block, other = pool.take(slots), pool.take(slots)
+        for number, each in enumerate((block, other), 1):
+            views = pool.views(each, chunk_bytes, stripe_bytes)
+            assert [len(view) for view in views[:-1]] == [stripe_bytes] * (len(views) - 1)
+            assert sum(map(len, views)) == chunk_bytes
+            for index, view in enumerate(views):
+                view[:] = bytes([16 * number + index]) * len(view)
+        for number, each in enumerate((block, other), 1):
+            for index, view in enumerate(pool.views(each, chunk_bytes, stripe_bytes)):
+                assert view == bytes([16 * number + index]) * len(view)
+
     def test_what_fills_no_slot_is_not_used(self, arena: Arenas) -> None:
         pool = arena(4 * PAGE - 1, PAGE)
         assert (pool.capacity, pool.size_bytes) == (3, 3 * PAGE)
@@ -153,7 +182,7 @@ class TestArena:
         pool = arena(5 << 20, 1 << 20)
         done_bytes = []
         monkeypatch.setattr(
-            "lmcache_redis.cache.pool.fault_in",
+            "lmcache_redis.cache.arena.fault_in",
             lambda *_, for_write: done_bytes.append(pool.prefaulted_bytes) or True,
         )
         assert pool.prefault(threading.Event())
@@ -183,7 +212,7 @@ class TestArena:
         cores = SimpleNamespace(sched_getaffinity=lambda _: {0, 1})
         patches = {"fault_in": fault_in, "time": clock, "os": cores, "_NEAR_BYTES": 4 * mib}
         for name, value in patches.items():
-            monkeypatch.setattr(f"lmcache_redis.cache.pool.{name}", value)
+            monkeypatch.setattr(f"lmcache_redis.cache.arena.{name}", value)
         requests = iter([1, 1, 0])  # asked only for what is far ahead
         assert pool.prefault(Stop(), lambda: next(requests) > 0)
         assert pauses_s == pytest.approx([1.0, 1.0, 1.0, 19.0, 19.0, 1.0])

@@ -12,7 +12,7 @@ from lmcache_redis.messages import RemoteParts
 
 
 def place(agent_id: str, worker_id: int) -> RankPlace:
-    return RankPlace(agent_id, (RemoteParts(worker_id, 7, b"f" * 32, Reach()),), (0,))
+    return RankPlace(agent_id, (RemoteParts(worker_id, 7, b"f" * 32, Reach()),))
 
 
 def remote(ranks: Ranks) -> list[int]:

@@ -82,7 +82,7 @@ def test_an_unknown_agent_is_not_known_to_have_ended() -> None:
 def test_the_end_of_an_invisible_agent_is_never_known() -> None:
     """It may run in another PID namespace: its absence proves nothing."""
     welcome = m.Welcome(0, "agent", 2**22 + 1, 1, 64, 1.0, "0")
-    gone = SentRegistration(ExportedMemory(), welcome, RankPlace("agent", (), ()), 64)
+    gone = SentRegistration(ExportedMemory(), welcome, RankPlace("agent", ()), 64)
     assert not gone.agent_is_visible
     assert not gone.agent_has_ended()
 

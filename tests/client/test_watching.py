@@ -23,18 +23,13 @@ def part(worker: int, group: int, *, kv_rank: int | None = None) -> m.RemotePart
     return m.RemoteParts(worker, rank, bytes([group]) * 32, Reach())
 
 
-def place(agent_id: str, parts: tuple[m.RemoteParts, ...]) -> RankPlace:
-    """Of a worker whose groups have one part each."""
-    return RankPlace(agent_id, parts, tuple(range(len(parts))))
-
-
 PARTS = tuple(part(worker, group) for worker in range(2) for group in range(2))
 
 
 @pytest.fixture
 def ranks() -> Ranks:
     ranks = Ranks(2)
-    ranks.reported({0: place("agent", PARTS[:2]), 1: place("agent", PARTS[2:])})
+    ranks.reported({0: RankPlace("agent", PARTS[:2]), 1: RankPlace("agent", PARTS[2:])})
     ranks.own_agent("agent")
     return ranks
 
@@ -100,11 +95,11 @@ def test_a_worker_that_registers_elsewhere_ends_the_watch(
 ) -> None:
     watch.take()
     agent.receive()
-    ranks.reported({1: place("another agent", PARTS[2:])})
+    ranks.reported({1: RankPlace("another agent", PARTS[2:])})
     assert is_lost(watch.take())
     assert watch.groups == ()
     assert watch.take() is None
-    ranks.reported({1: place("agent", PARTS[2:])})
+    ranks.reported({1: RankPlace("agent", PARTS[2:])})
     assert is_lost(watch.take())
     (question,) = agent.receive()
     assert isinstance(question, m.Watch)
@@ -114,17 +109,9 @@ def test_ranks_that_hold_equal_bytes_share_a_part() -> None:
     ranks = Ranks(2)
     ranks.own_agent("agent")
     assert ranks.local_parts() == {}
-    ranks.reported({0: place("agent", (part(0, 0, kv_rank=9), part(0, 1)))})
+    ranks.reported({0: RankPlace("agent", (part(0, 0, kv_rank=9), part(0, 1)))})
     assert ranks.local_parts() == {}
-    ranks.reported({1: place("agent", (part(1, 0, kv_rank=9), part(1, 1)))})
+    ranks.reported({1: RankPlace("agent", (part(1, 0, kv_rank=9), part(1, 1)))})
     assert ranks.local_parts() == {part(0, 0, kv_rank=9): 0, part(0, 1): 1, part(1, 1): 1}
     ranks.reported({0: None})
     assert ranks.local_parts() == {}
-
-
-def test_shares_of_a_group_are_parts_of_it() -> None:
-    ranks = Ranks(1)
-    ranks.own_agent("agent")
-    shares = tuple(part(0, 0, kv_rank=number) for number in range(2))
-    ranks.reported({0: RankPlace("agent", (*shares, part(0, 1)), (0, 0, 1))})
-    assert list(ranks.local_parts().values()) == [0, 0, 1]

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from lmcache_redis.cache.pool import Arena
+from lmcache_redis.cache.arena import Arena
 from lmcache_redis.device import driver, pinning
 from lmcache_redis.device.gpu import UNPINNED
 from lmcache_redis.device.pinning import PoolPinning

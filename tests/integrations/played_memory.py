@@ -51,6 +51,7 @@ class Agent:
         token_s: float,
         busy_s: float,
         tenant: str,
+        stored_tokens: int,
     ) -> None:
         if request_id in self._answers:
             return

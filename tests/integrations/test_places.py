@@ -16,7 +16,7 @@ from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.setup import _speaks_for_its_node
 from lmcache_redis.integrations.vllm.worker import ConnectorWorker, WorkerReport
 
-HERE, THERE = RankPlace("here", (), ()), RankPlace("there", (), ())
+HERE, THERE = RankPlace("here", ()), RankPlace("there", ())
 
 
 def test_a_worker_reports_its_agent_when_that_changes() -> None:

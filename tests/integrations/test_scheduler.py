@@ -7,6 +7,7 @@ that a real scheduler reaches only by luck.
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -66,8 +67,10 @@ class ScriptedAdapter:
         token_s: float,
         busy_s: float,
         tenant: str,
+        stored_tokens: int,
     ) -> None:
         self.token_s, self.busy_s, self.tenant = token_s, busy_s, tenant
+        self.stored_tokens = stored_tokens
         self.hashes = len(hashes)
         self.before = len(before)
         if request_id not in self.jobs:
@@ -976,6 +979,53 @@ def test_a_prompt_that_a_prefiller_sends_is_not_loaded(
     params["do_remote_prefill"] = False  # as Nixl does it, once it has the blocks
     assert scheduler.matched_tokens(request, 0) == tokens
     assert len(adapter.lookups) == (0 if beside else 1)
+
+
+# ---------------------------------------------------- prefill and decode apart
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens"),
+    [
+        (None, 0),
+        ({"lmcache_redis": {"stored_tokens": 2 * CHUNK}}, 2 * CHUNK),
+        ({"do_remote_prefill": True}, sys.maxsize),
+        ({"do_remote_prefill": True, "lmcache_redis": {"stored_tokens": CHUNK}}, CHUNK),
+        ({"do_remote_prefill": True, "lmcache_redis": {"stored_tokens": 0}}, 0),
+        ({"do_remote_prefill": False, "do_remote_decode": True}, 0),
+    ],
+)
+def test_what_another_engine_is_storing_is_waited_for_once(
+    scheduler: ScriptedScheduler, params: Any, tokens: int
+) -> None:
+    request = FakeRequest(kv_transfer_params=params)
+    scheduler.matched_tokens(request, 0)
+    assert scheduler.adapter.stored_tokens == tokens
+    scheduler.allocated(request, [], 0)
+    run(scheduler, step(new=("r", [*range(1, 9)], 0, 2 * CHUNK)))
+    run(scheduler, step(preempted={"r"}))
+    scheduler.matched_tokens(request, 0)
+    assert scheduler.adapter.stored_tokens == 0
+    assert len(scheduler.adapter.lookups) == 2
+
+
+def test_a_prefill_says_how_much_of_it_is_stored(scheduler: ScriptedScheduler) -> None:
+    params = {"do_remote_decode": True, "remote_host": None}
+    nothing = {"lmcache_redis": {"stored_tokens": 0}}
+    for name, more, told in [
+        ("prefill", params, {"lmcache_redis": {"stored_tokens": 2 * CHUNK}}),
+        ("known", params, {"lmcache_redis": {"stored_tokens": 2 * CHUNK}}),
+        ("not stored", {**params, "lmcache_redis": {"store": False}}, nothing),
+        ("not said", None, None),
+    ]:
+        request = FakeRequest(name, 2 * CHUNK + 20, kv_transfer_params=more)
+        scheduler.matched_tokens(request, 0)
+        scheduler.allocated(request, [], 0)
+        blocks = 2 * CHUNK // BLOCK + 2
+        run(scheduler, step(new=(name, [*range(1, 1 + blocks)], 0, 2 * CHUNK + 20)))
+        assert scheduler.finished(request) == told
+    never_seen: Any = FakeRequest("never seen", kv_transfer_params=params)
+    assert scheduler.finished(never_seen) == nothing
 
 
 # ------------------------------------------------------- memory

@@ -18,8 +18,9 @@ import zmq
 from lmcache_redis import transport
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.service import Service
+from lmcache_redis.cache.arena import Arena
 from lmcache_redis.cache.cache import Load
-from lmcache_redis.cache.pool import Arena, Entry, EntryState
+from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.chunks.names import DESCRIPTIONS
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.layout import KVLayout

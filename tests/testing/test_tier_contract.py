@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,18 @@ import fsspec
 import pytest
 
 from lmcache_redis.cache.disk.tier import DiskTier
-from lmcache_redis.chunks.names import stripe_key
+from lmcache_redis.cache.sharing import SharingTier
+from lmcache_redis.chunks.keys import share_rank
+from lmcache_redis.chunks.names import (
+    ChunkForm,
+    ChunkNames,
+    ShareKeys,
+    opaque_pages,
+    stripe_key,
+)
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
+from lmcache_redis.testing import tier_contract
 from lmcache_redis.testing.memory_tier import MemoryTier
 from lmcache_redis.testing.tier_contract import PATIENCE_S, TierContract
 from lmcache_redis.tiers import (
@@ -254,3 +264,65 @@ class TestRedisPlane(TierContract):
     def damage(self, tier: Tier, key: bytes) -> None:
         with self.server.client() as client:
             client.setrange(stripe_key(key, 1), 1000, b"damaged")
+
+
+def form_in_shares(
+    model_name: str, *, fingerprint: bytes = bytes(range(32)), chunk_bytes: int = 200_000
+) -> ChunkForm:
+    """Four shares, the third to the sixth of eight, in several stripes each."""
+    names, share = ChunkNames(fingerprint), opaque_pages(chunk_bytes // 4)
+    whole, kv_rank = opaque_pages(chunk_bytes), share_rank(8, 2, 4)
+    return ChunkForm.of(names, model_name, kv_rank, whole, 1 << 14, of_share=share)
+
+
+class _InShares(TierContract):
+    """Chunks that the tier behind has as shares."""
+
+    @pytest.fixture(autouse=True)
+    def in_shares(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tier_contract, "form_of", form_in_shares)
+        monkeypatch.setattr(tier_contract, "_FORM", form_in_shares("model"))
+
+    def test_chunks_are_described_and_listed(self) -> None:
+        with self.opened() as tier:
+            form = form_in_shares("model")
+            chunk = tier_contract._stored(tier, form)
+            (frame,) = tier_contract._answer(tier.describe, [chunk.key], _soon()).frames
+            assert (frame.chunk_hash, frame.chunk_bytes) == (chunk.name, 50_000), "of a share"
+            assert tier.keys(form.stem(32), _soon(), 100).keys == [chunk.key]
+
+    def inside(self, tier: Tier) -> Tier:
+        assert isinstance(tier, SharingTier)
+        return tier.tier
+
+
+class TestSharesInMemory(_InShares, TestMemoryTier):
+    @contextmanager
+    def opened(self) -> Iterator[Tier]:
+        with super().opened() as tier:
+            yield SharingTier(tier)
+
+    def stalled(self, tier: Tier) -> AbstractContextManager[None]:
+        return super().stalled(self.inside(tier))
+
+    def damage(self, tier: Tier, key: bytes) -> None:
+        super().damage(self.inside(tier), ShareKeys().of(key)[3])
+
+
+class TestSharesInMemoryWithoutIndex(TestSharesInMemory):
+    has_index = False
+
+
+@pytest.mark.servers
+class TestSharesInRedis(_InShares, TestRedisPlane):
+    @contextmanager
+    def opened(self) -> Iterator[Tier]:
+        with super().opened() as tier:
+            yield SharingTier(tier)
+
+    def damage(self, tier: Tier, key: bytes) -> None:
+        super().damage(tier, ShareKeys().of(key)[1])
+
+
+def _soon() -> float:
+    return time.monotonic() + PATIENCE_S

@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 
 from benchmarks.gpu.contact.exporter import Exporter
-from lmcache_redis.cache.pool import Arena
+from lmcache_redis.cache.arena import Arena
 from lmcache_redis.device import driver
 from lmcache_redis.device.calls import ChunkCopy, CopyCall
 from lmcache_redis.device.cuda import CudaDevice

@@ -18,7 +18,7 @@ from benchmarks.gpu.contact.calls import (
 )
 from benchmarks.gpu.contact.exporter import exporter
 from benchmarks.gpu.contact.figures import Figure, at_least
-from lmcache_redis.cache.pool import Arena
+from lmcache_redis.cache.arena import Arena
 from lmcache_redis.device import driver
 
 _KIB = 1 << 10

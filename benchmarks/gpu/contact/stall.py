@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.gpu.contact.calls import DIRECT, calls_on, layout_of, memory_bytes, pinned_arena
 from benchmarks.gpu.contact.exporter import Exporter, exporter
 from benchmarks.gpu.contact.figures import Figure, at_least, at_most
-from lmcache_redis.cache.pool import Arena
+from lmcache_redis.cache.arena import Arena
 from lmcache_redis.device import driver
 from lmcache_redis.device.pinning import PoolPinning
 from lmcache_redis.errors import GpuLost

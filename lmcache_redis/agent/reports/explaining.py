@@ -85,7 +85,7 @@ class Explanations:
             names = {_description(each): each for each in [*described, *self._registered()]}
             keys = {each.key(bytes.fromhex(miss.hash)): each for each in names.values()}
             done = posting(self._agent.loop, partial(answer, keys, is_all))
-            self._agent.plane.exists([*keys], deadline_s + _ANSWER_S, done)
+            self._agent.redis.exists([*keys], deadline_s + _ANSWER_S, done)
 
         def answer(keys: Mapping[bytes, PartNames], is_all: bool, result: ExistsResult) -> None:
             """Says where the missed chunk is now, by layout."""

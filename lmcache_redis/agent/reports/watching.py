@@ -23,7 +23,7 @@ from lmcache_redis.agent.lookups import letters_of
 from lmcache_redis.agent.peers import Peer, Reply
 from lmcache_redis.cache.threads import posting
 from lmcache_redis.chunks.keys import hash_in, hash_tag_bytes
-from lmcache_redis.chunks.names import PartNames
+from lmcache_redis.chunks.names import PartNames, ShareKeys
 from lmcache_redis.tier_kinds import HOST
 from lmcache_redis.tiers import CallOutcome, ExistsResult
 
@@ -104,7 +104,9 @@ class Watches:
         self._loop = agent.loop
         self._pool = agent.cache.pool
         self._disk = agent.disk
+        self._redis = agent.redis
         self._plane = agent.plane
+        self._keys = ShareKeys(agent.config.key_prefix)
         self._watches: dict[Peer, _OpenWatch] = {}
         self._letters = letters_of(agent.cache)
         self._levels: dict[object, int] = {
@@ -112,6 +114,7 @@ class Watches:
         }
         self._not_known: set[bytes] = set()  # of these, to be asked about again
         self._in_redis: dict[bytes, None] = {}  # as schedulers were told, the oldest first
+        self._of_share: dict[bytes, set[bytes]] = {}  # of these, by the key of each share
 
     def watch(
         self,
@@ -150,17 +153,21 @@ class Watches:
         else:
             self._plane.removals.stop()
             self._in_redis.clear()
+            self._of_share.clear()
 
     def _evicted_from_disk(self, keys: Sequence[bytes]) -> None:
         # On a thread of the disk tier.
         self._loop.post(partial(self._pool.seen, self._levels[self._disk], keys, there=False))
 
     def _removed_from_redis(self, keys: Iterable[bytes]) -> None:
-        followed = [key for key in keys if key in self._in_redis]
-        self._pool.seen(self._levels[self._plane], followed, there=False)
+        """keys: of chunks, or of shares of them."""
+        chunks = (each for key in keys for each in self._of_share.get(key, (key,)))
+        followed = [key for key in dict.fromkeys(chunks) if key in self._in_redis]
+        self._pool.seen(self._levels[self._redis], followed, there=False)
 
     def _ask_redis(self, keys: Sequence[bytes]) -> None:
-        keys = [key for key in keys if key in self._in_redis]
+        chunks = (each for key in keys for each in self._of_share.get(key, (key,)))
+        keys = [key for key in dict.fromkeys(chunks) if key in self._in_redis]
         first, rest = keys[:_CHUNKS_PER_QUESTION], keys[_CHUNKS_PER_QUESTION:]
         if not first or not self._watches:
             return
@@ -174,7 +181,7 @@ class Watches:
             self._ask_later([key for key, there in pairs if there is None])
             self._ask_redis(rest)
 
-        self._plane.exists(first, self._loop.now() + _QUESTION_S, posting(self._loop, answered))
+        self._redis.exists(first, self._loop.now() + _QUESTION_S, posting(self._loop, answered))
 
     def _ask_later(self, keys: Sequence[bytes]) -> None:
         """About what was not known, all at once."""
@@ -189,10 +196,8 @@ class Watches:
     def _changed(self, key: bytes, tier: int | None, there: bool) -> None:
         letter = HOST.letter if tier is None else self._letters[tier]
         try:
-            if tier == self._levels[self._plane]:
-                self._in_redis.pop(key, None)
-                if there:
-                    self._in_redis[key] = None
+            if tier == self._levels[self._redis]:
+                self._follow(key, there)
                 if len(self._in_redis) > _MOST_FOLLOWED:
                     self._removed_from_redis([next(iter(self._in_redis))])
             for watch in self._watches.values():
@@ -202,6 +207,17 @@ class Watches:
             # Our own bug. The pool is in the middle of a change, which must not fail.
             logger.exception("changes of chunks are no longer reported")
             self._pool.on_change = None
+
+    def _follow(self, key: bytes, there: bool) -> None:
+        self._in_redis.pop(key, None)
+        if there:
+            self._in_redis[key] = None
+        if len(shares := self._keys.of(key)) > 1:
+            for share in shares:
+                chunks = self._of_share.setdefault(share, set())
+                chunks.add(key) if there else chunks.discard(key)
+                if not chunks:
+                    del self._of_share[share]
 
     def _answer_soon(self, watch: _OpenWatch) -> None:
         if len(watch.journal) and watch.reply is not None and not watch.is_due:

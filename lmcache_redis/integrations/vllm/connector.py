@@ -235,11 +235,13 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """False: vLLM may release the blocks, because stores have their own references on them."""
+        """False: vLLM may release the blocks, because stores have their own references on them.
+
+        The second is ``kv_transfer_params`` of the answer, which proxies hand to the next engine.
+        """
         self._loaded.pop(request.request_id, None)
-        if self._scheduler is not None:
-            self._scheduler.finished(request)
-        return False, None
+        told = None if self._scheduler is None else self._scheduler.finished(request)
+        return False, told
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -89,6 +89,8 @@ class PrefixLookups:
                 token_s=0.0 if self._load_always else self.prefill.token_s,
                 busy_s=self.prefill.busy_s(time.monotonic()),
                 tenant=tracked.options.tenant,
+                # Once: what did not come then is not waited for after a preemption.
+                stored_tokens=0 if tracked.started else tracked.options.stored_tokens or 0,
             )
         began_s = time.monotonic()
         tokens = self._client.hit_tokens(request.request_id, wait_s=self._wait_budget_s)

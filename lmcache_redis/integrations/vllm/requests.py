@@ -46,13 +46,16 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     load, store: whether its prefix may be loaded, and its KV stored. max_load_tokens: the end of
     the prefix that may be loaded; None: no limit. tenant: whose request it is; what `of` returns
-    has it as agents are sent it (`tenants`).
+    has it as agents are sent it (`tenants`). stored_tokens: leading tokens that another engine has
+    stored just now, so that they are waited for; if it is not given, none, or all if the request
+    has ``do_remote_prefill``, as proxies set it for any connector.
     """
 
     load: bool = True
     store: bool = True
     max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     tenant: Any = ""  # a bad one must not void the others
+    stored_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
     @staticmethod
     def of(request: Request, policy: CachePolicy, names: TenantNames) -> RequestOptions:
@@ -65,19 +68,29 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except (msgspec.ValidationError, UnicodeError) as error:
             logger.warning(
                 "request %s: kv_transfer_params with lmcache_redis=%r are not followed: %s; give "
-                "some of load (bool), store (bool), max_load_tokens (int) and tenant (str)",
+                "some of load (bool), store (bool), max_load_tokens (int), stored_tokens (int) and "
+                "tenant (str)",
                 request.request_id, found, error,
             )  # fmt: skip
         # Another connector brings its whole prompt; a hit would replace that by a part of it.
-        is_brought = policy.beside_others and bool(given.get("do_remote_prefill"))
+        is_prefilled = bool(given.get("do_remote_prefill"))
+        is_brought = policy.beside_others and is_prefilled
+        waits_for_all = is_prefilled and options.stored_tokens is None
         is_cached = not policy.adapters_only or request.lora_request is not None
         return msgspec.structs.replace(
             options,
             load=options.load and policy.loads and is_cached and not is_brought,
             store=options.store and policy.stores and is_cached,
+            stored_tokens=sys.maxsize if waits_for_all else options.stored_tokens,
             # Nor must others void it: its limit would not hold.
             tenant=names.of(request, found.get("tenant") if isinstance(found, Mapping) else None),
         )
+
+
+def is_prefill(request: Request) -> bool:
+    """Whether another engine is to decode it. Proxies say so, for any connector."""
+    params = request.kv_transfer_params
+    return isinstance(params, Mapping) and bool(params.get("do_remote_decode"))
 
 
 class TenantNames:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.integrations.vllm import needs
@@ -41,6 +41,7 @@ from lmcache_redis.integrations.vllm.requests import (
     RequestOptions,
     TenantNames,
     Tracked,
+    is_prefill,
 )
 from lmcache_redis.integrations.vllm.steps import Step, StepsInFlight
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
@@ -275,8 +276,11 @@ class ConnectorScheduler:
             blocks = self._planner.blocks(request_id)
             self._planner.provenance.begins(tracked, blocks, end)
 
-    def finished(self, request: Request) -> None:
-        """The request has ended. Stores in flight have their own references on its blocks."""
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """The request has ended. Stores in flight have their own references on its blocks.
+
+        Returns what another engine is to be told that decodes it (`RequestOptions`), if one does.
+        """
         self._steps.request_ended(request.request_id)
         self._end_sessions()
         self._lookups.prefill.begun.end(request.request_id)
@@ -286,6 +290,12 @@ class ConnectorScheduler:
         if tracked is not None and not tracked.loading:
             self._fill(tracked, request.num_computed_tokens)
             del self._tracked[request.request_id]
+        if not is_prefill(request):
+            return None
+        stored_tokens = 0
+        if tracked is not None and tracked.prefix is not None:
+            stored_tokens = tracked.considered_chunks * tracked.chunk_tokens
+        return {"lmcache_redis": {"stored_tokens": stored_tokens}}
 
     def _end_sessions(self) -> None:
         """Not before the workers have the stores of a request: they belong to its session."""

@@ -132,9 +132,7 @@ class SetUp:
             "process %d at %s",
             model_name(self.vllm_config),
             self.vllm_config.parallel_config.rank,
-            " and ".join(
-                dict.fromkeys(part.fingerprint.hex()[:16] for part in registration.place.parts)
-            ),
+            " and ".join(part.fingerprint.hex()[:16] for part in registration.place.parts),
             registration.chunk_tokens,
             registration.welcome.agent_pid,
             self.config.endpoint,

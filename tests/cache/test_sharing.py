@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a chunk of whose shares some are not there, or are others'."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from lmcache_redis.cache.sharing import SharingTier
+from lmcache_redis.chunks.keys import held_ranks, share_rank
+from lmcache_redis.chunks.names import ChunkForm, ChunkNames, ShareKeys, opaque_pages
+from lmcache_redis.errors import FormatError
+from lmcache_redis.testing.memory_tier import MemoryTier
+from lmcache_redis.tiers import ChunkIO, ExistsResult, ReadOutcome, WriteOutcome
+
+PREFIX = b"team:"
+NAME = bytes(range(32))
+SHARES = 4
+SIZE = 3000
+
+
+def form(first: int, held: int, shares: int = SHARES) -> ChunkForm:
+    return ChunkForm.of(
+        ChunkNames(bytes(32), PREFIX),
+        "model",
+        share_rank(shares, first, held),
+        opaque_pages(held * SIZE),
+        1 << 10,
+        of_share=opaque_pages(SIZE),
+    )
+
+
+WHOLE, LOW, HIGH = form(0, 4), form(0, 2), form(2, 2)
+
+
+def job(of: ChunkForm, payload: bytes = b"") -> ChunkIO:
+    memory = memoryview(bytearray(payload or of.chunk_bytes))
+    size = of.stripe_payload_bytes
+    slots = [memory[at : at + size] for at in range(0, len(memory), size)]
+    return ChunkIO(of.key(NAME), of.frame(NAME), slots, time.monotonic() + 30.0, shares=of.shares)
+
+
+def payload(first: int, held: int) -> bytes:
+    """Each share is full of its number."""
+    return b"".join(bytes([first + number]) * SIZE for number in range(held))
+
+
+def store(tier: SharingTier, of: ChunkForm, content: bytes) -> ChunkIO:
+    ended: list[WriteOutcome] = []
+    write = job(of, content)
+    tier.store_all([write], lambda _, outcome: ended.append(outcome))
+    assert ended == [WriteOutcome.STORED]
+    return write
+
+
+def load(tier: SharingTier, of: ChunkForm) -> tuple[ReadOutcome, bytes]:
+    ended: list[ReadOutcome] = []
+    read = job(of)
+    tier.load_all([read], lambda _, outcome: ended.append(outcome))
+    (outcome,) = ended
+    return outcome, b"".join(read.slots)
+
+
+@pytest.fixture
+def tier() -> SharingTier:
+    return SharingTier(MemoryTier(), PREFIX)
+
+
+def test_ranks_of_shares_that_are_held_together() -> None:
+    assert held_ranks(share_rank(8, 4, 4)) == [share_rank(8, each) for each in (4, 5, 6, 7)]
+    assert held_ranks(share_rank(255, 0, 255)) == [share_rank(255, each) for each in range(255)]
+    # A rank of its own has a local rank below the size of a world.
+    for alone in (share_rank(8, 7), share_rank(255, 254), 0, 0xFFFF_FFFF, 0x0000_00FF, 0x0801_08FF):
+        assert held_ranks(alone) == [alone]
+    for shares, first, held in ((8, 6, 3), (8, 0, 0), (8, 0, 9)):
+        with pytest.raises(FormatError):
+            share_rank(shares, first, held)
+    whole, share = opaque_pages(6000), opaque_pages(999)
+    with pytest.raises(FormatError, match="2 shares of 999 bytes are no chunk of 6000"):
+        ChunkForm.of(ChunkNames(), "m", share_rank(8, 0, 2), whole, 1 << 10, of_share=share)
+
+
+def test_keys_of_shares_differ_in_their_rank_alone() -> None:
+    keys = ShareKeys(PREFIX)
+    alone = [form(number, 1).key(NAME) for number in range(SHARES)]
+    assert keys.of(WHOLE.key(NAME)) == alone
+    assert keys.of(HIGH.key(NAME)) == alone[2:]
+    assert keys.first(HIGH.key(NAME)) == alone[2]
+    for key in (*alone, WHOLE.names.common, PREFIX, b""):
+        assert [*keys.of(key)] == [key]
+        assert keys.first(key) is key
+    # Also of what begins keys.
+    assert keys.of(HIGH.stem(32)) == [form(number, 1).stem(32) for number in (2, 3)]
+
+
+def test_what_one_size_has_stored_another_loads(tier: SharingTier) -> None:
+    write = store(tier, LOW, payload(0, 2))
+    assert write.stored_bytes == 0, "a tier that counts none"
+    assert load(tier, WHOLE)[0] is ReadOutcome.INCOMPLETE
+    assert load(tier, HIGH)[0] is ReadOutcome.MISSING
+    store(tier, HIGH, payload(2, 2))
+    assert load(tier, WHOLE) == (ReadOutcome.LOADED, payload(0, 4))
+    for number in range(SHARES):
+        assert load(tier, form(number, 1)) == (ReadOutcome.LOADED, payload(number, 1))
+
+
+@pytest.mark.parametrize("damaged", range(SHARES))
+def test_a_chunk_is_as_good_as_its_worst_share(tier: SharingTier, damaged: int) -> None:
+    store(tier, WHOLE, payload(0, 4))
+    memory = tier.tier
+    assert isinstance(memory, MemoryTier)
+    memory.damaged.add(form(damaged, 1).key(NAME))
+    assert load(tier, WHOLE)[0] is ReadOutcome.CORRUPT
+    others = LOW if damaged > 1 else HIGH
+    assert load(tier, others)[0] is ReadOutcome.LOADED
+    memory.reason = "it was taken down"
+    assert load(tier, others)[0] is ReadOutcome.UNAVAILABLE
+
+
+def refresh(tier: SharingTier, forms: Sequence[ChunkForm], claim_s: float) -> ExistsResult:
+    found: list[ExistsResult] = []
+    chunks = [(each.key(NAME), each.stripe_count) for each in forms]
+    tier.refresh(chunks, time.monotonic() + 30.0, found.append, claim_s)
+    return ExistsResult(found[0].outcome, [*found[0].present], [*found[0].claimed])
+
+
+def test_a_writer_claims_all_shares_or_none(tier: SharingTier) -> None:
+    assert refresh(tier, [HIGH], 60.0).claimed == [True]
+    # Another size: two of the four are claimed, so it gives the other two back.
+    assert refresh(tier, [WHOLE], 60.0)[1:] == ([False], [False])
+    assert refresh(tier, [LOW, WHOLE], 60.0)[1:] == ([False] * 2, [True, False])
+    tier.unclaim([HIGH.key(NAME), LOW.key(NAME)])
+    assert refresh(tier, [WHOLE], 60.0).claimed == [True]
+
+
+def test_a_chunk_is_there_with_its_last_share(tier: SharingTier) -> None:
+    for number in range(SHARES):
+        assert refresh(tier, [WHOLE], 0.0).present == [False]
+        store(tier, form(number, 1), payload(number, 1))
+    assert refresh(tier, [WHOLE, LOW, HIGH], 0.0).present == [True] * 3
+
+
+def test_what_has_no_shares_is_passed_on_as_it_is() -> None:
+    class Noted(MemoryTier):
+        jobs: Sequence[ChunkIO] = ()
+
+        def store_all(self, jobs, done, /):  # type: ignore[no-untyped-def]
+            self.jobs = jobs
+            super().store_all(jobs, done)
+
+    inside = Noted()
+    tier, plain = SharingTier(inside, PREFIX), form(1, 1)
+    jobs = [job(plain, payload(1, 1))]
+    tier.store_all(jobs, lambda *_: None)
+    assert inside.jobs is jobs
+    # Beside some that have.
+    ended: list[ChunkIO] = []
+    mixed = [job(plain), job(HIGH)]
+    tier.load_all(mixed, lambda each, _: ended.append(each))
+    assert ended == mixed
