@@ -372,6 +372,11 @@ class ClientConfig:
         "and unquantized weights; lookups and loads take longer",
         False,
     )
+    share_across_versions: bool = setting(
+        "share with other versions of vLLM that set this too: their KV differs in its last bits. "
+        "Needs a text model without quantization; the first 16 hits of an engine are only compared",
+        False,
+    )
     kv_shares: int | None = setting(
         "values that the KV heads of a chunk are divided into, the same on all engines",
         None,

@@ -293,6 +293,7 @@ def test_unknown_settings_of_an_engine_are_refused() -> None:
         {"kv_cache_layout": "LBNHC"},
         {"kv_cache_layout": ["BLNHC"]},
         {"share_across_tp": "yes"},
+        {"share_across_versions": 1},
         {"kv_shares": 8},  # without share_across_tp
     ],
 )

@@ -29,6 +29,8 @@ _REPORTED_WITHIN_S = 2.0
 CANARY_SHARE = 0.02
 # Beside them, so that a new engine begins: about the prompts of ten chats.
 FIRST_CANARY_TOKENS = 16_384
+# Of an engine that shares across versions, the first hits that all are canaries.
+FIRST_COMPARED = 16
 _MISS = m.LookupResult(0, 0)
 _LOST = m.Changes(0, (), lost=True)
 
@@ -293,11 +295,12 @@ class Canaries:
     No rule says that a name covers everything that decides KV; looking does. A canary is computed
     from its first token: what is computed behind a loaded prefix would inherit its faults. Each hit
     is one with the same probability, whatever came before, so that restarts make no difference.
-    draw: a number from 0 to below 1.
+    draw: a number from 0 to below 1. first: beside them, so many hits at the start.
     """
 
-    def __init__(self, draw: Callable[[], float] = random.random) -> None:
+    def __init__(self, draw: Callable[[], float] = random.random, *, first: int = 0) -> None:
         self._draw = draw
+        self._first = first
         self._left_tokens = float(FIRST_CANARY_TOKENS)
 
     def computed(self, prompt_tokens: int) -> None:
@@ -306,6 +309,9 @@ class Canaries:
 
     def takes(self, hit_tokens: int, every: int) -> bool:
         """Whether a hit that can be loaded is a canary; one in ``every`` is, 0: none."""
+        if every and self._first:
+            self._first -= 1
+            return True
         if not every or self._left_tokens < hit_tokens or self._draw() * every >= 1:
             return False
         self._left_tokens -= hit_tokens

@@ -36,3 +36,12 @@ def test_canaries_stay_within_their_share() -> None:
         spent += 300 * canaries.takes(300, 1)
         assert spent <= CANARY_SHARE * computed + 1e-6
     assert spent > 0.9 * CANARY_SHARE * computed
+
+
+def test_the_first_hits_may_all_be_canaries() -> None:
+    """Whatever they take, and none if there are to be none."""
+    canaries = Canaries(lambda: 0.99, first=3)
+    assert not canaries.takes(10, 0)
+    taken = [canaries.takes(FIRST_CANARY_TOKENS + 1, 1000) for _ in range(5)]
+    assert taken == [True] * 3 + [False] * 2
+    assert not Canaries(lambda: 0.99).takes(1, 1000)

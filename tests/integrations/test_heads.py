@@ -298,10 +298,16 @@ def test_gemmas_that_share_kv_between_layers() -> None:
     assert total(transformers.Gemma4TextConfig(**some, num_global_key_value_heads=2), 4) is None
 
 
-def registered(
-    tmp_path: Path, extra: dict[str, Any], heads: int, ranks: int = 1, times: int = 1
-) -> list[Any]:
+def registered(tmp_path: Path, extra: dict[str, Any], heads: int, **how: int) -> list[Any]:
     """The groups that the last rank of a model with 4 heads registers: one with those heads."""
+    groups, _ = registration(tmp_path, extra, heads, **how)
+    return groups
+
+
+def registration(
+    tmp_path: Path, extra: dict[str, Any], heads: int, ranks: int = 1, times: int = 1
+) -> tuple[list[Any], dict[str, str]]:
+    """The groups, and the pairs that they have in common."""
     LlamaConfig(
         hidden_size=256,
         num_hidden_layers=1,
@@ -321,16 +327,18 @@ def registered(
         num_blocks=len(layer.kv_cache), kv_cache_tensors=[], kv_cache_groups=groups
     )
     found: list[Any] = []
+    common: dict[str, str] = {}
 
     def register_groups(groups: Sequence[Any], **settings: Any) -> None:
         found.extend(groups)
+        common.update(settings["identity"])
 
     client: Any = SimpleNamespace(register_groups=register_groups)
     config = ClientConfig.from_extra_config({"weights_id": "run 1", **extra})
     set_up = SetUp(vllm_config, kv_cache_config, config, False, layer_groups(kv_cache_config))
     for _ in range(times):
         set_up.register(client, {"layer.0": layer.kv_cache})
-    return found
+    return found, common
 
 
 @pytest.mark.parametrize(

@@ -242,9 +242,9 @@ def test_plugins_of_others_count(
         install(tmp_path / version, "fancy", version, "fancy_plugin", group)
         with monkeypatch.context() as patch:
             patch.syspath_prepend(tmp_path / version)
-            found.add(" ".join(settings._plugins()))
+            found.add(" ".join(settings.foreign_plugins()))
             patch.setenv("VLLM_PLUGINS", "lmcache_redis")
-            assert " ".join(settings._plugins()) == ""  # it is not loaded
+            assert " ".join(settings.foreign_plugins()) == ""  # it is not loaded
     assert found == {"", "fancy (fancy==1.0)", "fancy (fancy==2.0)"}
 
 

@@ -148,7 +148,7 @@ def test_a_request_may_ask_for_less(params: Any, options: RequestOptions) -> Non
     [
         ("no", "Expected `object`, got `str`"),
         ({"loads": True}, "unknown field `loads`"),
-        ({"loads": True}, "give some of load (bool), store (bool), max_load_tokens (int) and ten"),
+        ({"loads": True}, "give some of load (bool), store (bool), max_load_tokens (int), sto"),
         ({"\ud800": True}, "surrogates not allowed"),
         ({1: True}, "Expected `str`"),
         ([], "Expected `object`, got `array`"),

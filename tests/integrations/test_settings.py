@@ -125,8 +125,8 @@ def test_a_setting_in_a_pair_counts_there(
 
 def test_the_pairs_are_those_of_an_engine(config: VllmConfig) -> None:
     of_layers = {"kv_packing", "kv_scales"}  # probe.py makes them
-    of_shares = {"kv_shares"}
-    assert identity(config).keys() | of_layers | of_shares == PAIRS.keys()
+    of_sharing = {"kv_shares", "computation"}  # heads.py, versions.py
+    assert identity(config).keys() | of_layers | of_sharing == PAIRS.keys()
 
 
 def test_a_setting_that_is_left_out_does_not(

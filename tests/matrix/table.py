@@ -120,12 +120,20 @@ def _span(versions: Sequence[str], some: Sequence[str]) -> str:
 
 
 def _without_engines(rows: list[Result]) -> Iterator[str]:
-    versions = sorted({row.vllm for row in rows}, key=_numbers, reverse=True)
+    own = {row.vllm for row in rows if not _is_upgrade(row)}
+    versions = sorted(own, key=_numbers, reverse=True)
     found = {(row.vllm, row.case): row for row in rows}
     yield from _header("vLLM", ["settings, each with a verdict", "tests in its scheduler"])
     for version in versions:
         cells = [found.get((version, case)) for case in ("settings", "scheduler")]
         yield _line([version, *(_count(row) for row in cells)])
+    if upgrades := [f"{row.vllm} {row.case}: {_count(row)}" for row in rows if _is_upgrade(row)]:
+        yield ""
+        yield f"Tokens hit with `share_across_versions`: {'; '.join(sorted(upgrades))}."
+
+
+def _is_upgrade(row: Result) -> bool:
+    return row.case.startswith("of ")  # and the version that has stored them
 
 
 def _count(row: Result | None) -> str:

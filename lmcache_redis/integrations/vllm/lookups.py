@@ -10,7 +10,7 @@ from lmcache_redis.client.scheduler import Canaries, SchedulerClient
 from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.prefill import PrefillRate
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
-from lmcache_redis.integrations.vllm.requests import RequestLookup, Tracked
+from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestLookup, Tracked
 
 if TYPE_CHECKING:
     from lmcache_redis.integrations.vllm.reports.events import Announcer
@@ -23,7 +23,7 @@ _BUSY_WAIT_S = 0.0005
 class PrefixLookups:
     """Asks the agent, and decides whether what it has found is loaded or compared.
 
-    load_always: also what is computed faster. announcer: tells routers; None if none listens.
+    announcer: tells routers; None if none listens.
     """
 
     def __init__(
@@ -32,15 +32,15 @@ class PrefixLookups:
         planner: StepPlanner,
         recorder: Recorder,
         announcer: Announcer | None,
-        load_always: bool,
+        policy: CachePolicy,
     ) -> None:
         self.prefill = PrefillRate()
         self._client = client
         self._planner = planner
         self._recorder = recorder
         self._announcer = announcer
-        self._load_always = load_always
-        self._canaries = Canaries()
+        self._load_always = policy.load_always
+        self._canaries = Canaries(first=policy.first_compared)
         self._wait_budget_s = _IDLE_WAIT_S  # what this step may still wait
 
     def step_scheduled(self, prompt_tokens: int, *, idle: bool) -> None:

@@ -198,6 +198,17 @@ V_SCALE = _scales.need("_v_scale", "how V is scaled", default=None)
 NUM_KV_HEADS = _layer.need("num_kv_heads", "the shape of K and V", default=None)
 HEAD_SIZE = _layer.need("head_size", "the shape of K", default=None)
 HEAD_SIZE_V = _layer.need("head_size_v", "the shape of V", default=None)
+WINDOW = _layer.need("sliding_window", "what versions compute", default=None)
+ATTN_TYPE = _layer.need("attn_type", "what versions compute", default=None)
+HAS_SINK = _layer.need("has_sink", "what versions compute", default=False)
+_impl = VllmOwner("v1.attention.backends.cpu_attn:CPUAttentionBackendImpl")
+SCALE = _impl.need("scale", "what versions compute", default=None)
+SOFT_CAP = _impl.need("logits_soft_cap", "what versions compute", default=None)
+ALIBI = _impl.need("alibi_slopes", "what versions compute", default=None)
+_rope = VllmOwner("model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase")
+ROPE_TABLE = _rope.need("cos_sin_cache", "what versions compute", "versions do not share")
+ROTARY_DIM = _rope.need("rotary_dim", "what versions compute", "versions do not share")
+IS_NEOX = _rope.need("is_neox_style", "what versions compute", "versions do not share")
 _mla = VllmOwner("model_executor.layers.attention.mla_attention:MLAAttention")
 KV_LORA_RANK = _mla.need("kv_lora_rank", "the shape of a latent", default=None)
 QK_ROPE_HEAD_DIM = _mla.need("qk_rope_head_dim", "the shape of its rotary part", default=None)
@@ -205,7 +216,7 @@ LAYER_SIZES = (NUM_KV_HEADS, HEAD_SIZE, HEAD_SIZE_V, KV_LORA_RANK, QK_ROPE_HEAD_
 ISA = VllmOwner("v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder").need(
     "isa", "how a CPU packs KV", default=None
 )
-KV_UPDATE = VllmOwner("v1.attention.backends.cpu_attn:CPUAttentionBackendImpl").need(
+KV_UPDATE = _impl.need(
     "do_kv_cache_update", "writes known KV", "KV is identified by version and backend alone"
 )
 
@@ -287,6 +298,9 @@ AUX_EXPERTS = VllmOwner("config.aux_output:AuxOutputConfig").need(
 )
 MM_HASHER = VllmOwner("config.multimodal:MultiModalConfig").need(
     "mm_hasher_algorithm", "names of media", default=None
+)
+LANGUAGE_ONLY = VllmOwner("config.multimodal:MultiModalConfig").need(
+    "language_model_only", "whether there are media", default=False
 )
 MM_SCALES = VllmOwner("config.multimodal:MultiModalConfig").need(
     "mm_encoder_fp8_scale_path", "a file that changes KV", default=None

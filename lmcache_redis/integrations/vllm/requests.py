@@ -38,6 +38,7 @@ class CachePolicy:
     load_always: bool = False  # also what is computed faster
     adapters_only: bool = False  # prompts without an adapter are not cached
     beside_others: bool = False  # others of a MultiConnector may bring a prompt
+    first_compared: int = 0  # hits at the start that are only compared
 
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

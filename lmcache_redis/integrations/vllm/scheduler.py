@@ -77,7 +77,7 @@ class ConnectorScheduler:
         self._recorder = recorder
         self._announcer = announcer
         self._tracked: dict[str, Tracked] = {}
-        self._lookups = PrefixLookups(client, planner, recorder, announcer, policy.load_always)
+        self._lookups = PrefixLookups(client, planner, recorder, announcer, policy)
         self._is_idle = False  # the last step ran no model
         self._steps = StepsInFlight()
         self._has_hit = False

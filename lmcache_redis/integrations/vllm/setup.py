@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache_redis.chunks.metadata import dtype_name
 from lmcache_redis.client.registering import CacheGroup, SentRegistration
-from lmcache_redis.client.scheduler import SchedulerClient
+from lmcache_redis.client.scheduler import FIRST_COMPARED, SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.device.shares import HeadShares
@@ -29,7 +29,8 @@ from lmcache_redis.integrations.vllm.identity.engine_identity import (
 )
 from lmcache_redis.integrations.vllm.identity.heads import cut_by_head
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
-from lmcache_redis.integrations.vllm.identity.probe import kv_identity
+from lmcache_redis.integrations.vllm.identity.probe import probe
+from lmcache_redis.integrations.vllm.identity.versions import pairs_of_version
 from lmcache_redis.integrations.vllm.parameters import UNREAD
 from lmcache_redis.integrations.vllm.planning import BlockReferences, StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
@@ -167,6 +168,8 @@ class SetUp:
             load_always=config.load_always,
             adapters_only=adapters_only(self.vllm_config),
             beside_others=self.beside_others,
+            # Most of what a new engine hits, others have stored: after an upgrade, other versions.
+            first_compared=FIRST_COMPARED if config.share_across_versions else 0,
         )
         parallel = self.vllm_config.parallel_config
         adapters = AdapterDigests(
@@ -205,6 +208,19 @@ class SetUp:
             )
             return None, {}
 
+    def _identity(self, unprobed: Sequence[str]) -> dict[str, str]:
+        """The pairs of all groups. unprobed: why the version has to stay, if it has to."""
+        versions = {}
+        if self.config.share_across_versions:
+            versions = pairs_of_version(self.vllm_config, unprobed)
+        return engine_identity(
+            self.vllm_config,
+            rank=self.vllm_config.parallel_config.rank,
+            backend=attention_backend(self.vllm_config),
+            weights_id=self.config.weights_id,
+            versions=versions,
+        )
+
     def register(self, client: WorkerClient, kv_caches: Mapping[str, Any]) -> None:
         """Exports this rank's paged KV cache, and registers it with this and every later agent.
 
@@ -224,15 +240,10 @@ class SetUp:
                 tensors[layer] = {layer: cache}
             if layer in by_layer:
                 strides.update(dict.fromkeys(tensors[layer], by_layer[layer]))
-        rank, backend = vllm_config.parallel_config.rank, attention_backend(vllm_config)
-        weights_id = self.config.weights_id
-        if weights_id is None:
+        rank = vllm_config.parallel_config.rank
+        if self.config.weights_id is None:
             require_looks(vllm_config)
-        identify = partial(
-            engine_identity, vllm_config, rank=rank, backend=backend, weights_id=weights_id
-        )
-        identity = self._once("engine", identify)
-        cache_groups = []
+        cache_groups, unprobed = [], []
         for group in self.groups:
             # With one group, layers that share the KV of another are listed as well.
             layers = group.layers if len(kv_cache_config.kv_cache_groups) > 1 else tensors
@@ -241,15 +252,17 @@ class SetUp:
                 raise DeviceError(f"this rank has no layer of KV cache group {group.number}")
             pairs = {}  # what decides the group's bytes
             if not group.is_state:  # states are plain tensors
-                probe = partial(
-                    kv_identity,
+                look = partial(
+                    probe,
                     vllm_config,
                     some,
                     num_blocks=kv_cache_config.num_blocks,
                     block_size_tokens=group.block_size_tokens,
                     block_strides=strides,
                 )
-                pairs = {**self._once(f"group {group.number}", probe)}
+                found, kinds = self._once(f"group {group.number}", look)
+                pairs = {**found}
+                unprobed += [f"its layers ({each}) cannot be probed" for each in kinds]
             spec = kv_cache_config.kv_cache_groups[group.number].kv_cache_spec
             shard, shards, replicas = shard_of_rank(vllm_config, spec)
             if replicas > 1:
@@ -276,6 +289,6 @@ class SetUp:
         client.register_groups(
             cache_groups,
             num_blocks=kv_cache_config.num_blocks,
-            identity=identity,
+            identity=self._once("engine", partial(self._identity, unprobed)),
             block_strides=strides,
         )

@@ -27,8 +27,17 @@ class PairAdvice(NamedTuple):
 
 ADVICE: Mapping[str, PairAdvice] = {
     "model": PairAdvice("the same name on the hub, or directories that are called alike"),
-    "engine": PairAdvice("the same version of vLLM"),
-    "transformers": PairAdvice("the same version of transformers"),
+    "engine": PairAdvice(
+        f"the same version of vLLM, or share_across_versions on both, {_CONNECTOR}: where the "
+        "version stays all the same, the pair says why"
+    ),
+    "transformers": PairAdvice(
+        f"the same version of transformers, or share_across_versions on both, {_CONNECTOR}"
+    ),
+    "computation": PairAdvice(
+        "the same version of vLLM: these compute the model in other ways",
+        "engine transformers model_config",
+    ),
     "plugins": PairAdvice(
         "the same plugins in the same versions; `VLLM_PLUGINS` chooses among them"
     ),

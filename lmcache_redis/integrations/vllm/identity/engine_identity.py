@@ -19,7 +19,7 @@ from enum import Enum
 from functools import partial
 from importlib.metadata import entry_points, version
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,7 +78,9 @@ _PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
 # vLLM's own are of its version, and ours moves KV.
 _OWN_PLUGINS = ("vllm.", "lmcache_redis.")
 # Kinds of KV cache that have the model's own numbers.
-_UNQUANTIZED = frozenset({"auto", "bfloat16", "float16", "float32"})
+UNQUANTIZED = frozenset({"auto", "bfloat16", "float16", "float32"})
+# Settings of devices that have no cache (`support`), and of latents, which keep their version.
+_OF_OTHERS = ("AITER_", "VLLM_ROCM_", "VLLM_XPU_", "trtllm_ragged_backend")
 _DRAFTS_WITHOUT_KV = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"})
 
 
@@ -141,38 +143,49 @@ def _files_read(vllm_config: VllmConfig) -> Iterator[tuple[Path, list[Path]]]:
 
 
 def engine_identity(
-    vllm_config: VllmConfig, *, rank: int, backend: str, weights_id: str | None = None
+    vllm_config: VllmConfig,
+    *,
+    rank: int,
+    backend: str,
+    weights_id: str | None = None,
+    versions: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
     """The identity of one worker's KV cache, as pairs of text.
+
+    versions: `versions.pairs_of_version`, of an engine that shares across them. If its version
+    leaves, settings that choose nothing leave too: another version may lack them.
 
     Raises Unsupported if the weights cannot be identified and ``weights_id`` (the operator's name
     for them) is None, or if the settings of this vLLM cannot be read.
     """
+    chosen = "computation" in versions
     try:
         model, cache = vllm_config.model_config, vllm_config.cache_config
         parallel = vllm_config.parallel_config
+        kernels = [_settings_of("kernels", vllm_config, chosen), _capability(vllm_config)]
         if weights_id is None:
             _check_encoder(vllm_config)
         return {
             "engine": f"vllm {vllm.__version__}",
             "transformers": version("transformers"),
-            "plugins": " ".join(_plugins()),
+            "plugins": " ".join(foreign_plugins()),
             "attention_backend": backend,
             "revision": str(model.revision),
             "commit": str(getattr(model.hf_config, "_commit_hash", None)),
             **weights_identity(model, vllm_config.load_config, weights_id),
-            "model_config": _digest(_config(model)),
+            "model_config": _digest(_config(model, chosen)),
             "model_dtype": str(model.dtype),
             "context": _context(model),
             "quantization": str(model.quantization),
             "kv_cache_dtype": str(cache.cache_dtype),
-            **{pair: _digest(_settings_of(pair, vllm_config)) for pair in _DIGESTS},
-            "kernels": _digest([_settings_of("kernels", vllm_config), _capability(vllm_config)]),
+            **{pair: _digest(_settings_of(pair, vllm_config, chosen)) for pair in _DIGESTS},
+            "kernels": _digest(kernels),
             "draft": _draft(vllm_config, weights_id),
             "block_hash": str(cache.prefix_caching_hash_algo),
             "tensor_parallel": str(parallel.tensor_parallel_size),
             "pipeline_parallel": str(parallel.pipeline_parallel_size),
             "rank": str(rank),
+            **versions,
         }
     except (AttributeError, OSError, TypeError, ValueError, RecursionError) as error:
         raise Unsupported(f"the settings of this vLLM cannot be read: {error!r}") from error
@@ -189,7 +202,7 @@ def _check_encoder(vllm_config: VllmConfig) -> None:
         )
 
 
-def _plugins() -> list[str]:
+def foreign_plugins() -> list[str]:
     """The plugins that vLLM loads, each with its package and the package's version."""
     allowed, found = envs.VLLM_PLUGINS, set()
     for group in _PLUGINS:
@@ -207,18 +220,19 @@ def _capability(vllm_config: VllmConfig) -> str:
 
     draft = needs.DRAFT_MODEL.of(vllm_config.speculative_config)
     quantized = [needs.QUANTIZATION.of(each) for each in (vllm_config.model_config, draft)]
-    if not any(quantized) and str(vllm_config.cache_config.cache_dtype) in _UNQUANTIZED:
+    if not any(quantized) and str(vllm_config.cache_config.cache_dtype) in UNQUANTIZED:
         return ""
     return str(current_platform.get_device_capability())
 
 
-def _config(model: ModelConfig) -> dict[str, Any]:
+def _config(model: ModelConfig, chosen: bool = False) -> dict[str, Any]:
     """The model's config after every override, and the other settings of the model."""
+    media = needs.MULTIMODAL.of(model)
     return {
         "config": model.hf_config.to_dict(),
         "text": model.hf_text_config.to_dict(),
-        "settings": _values("model_config", "ModelConfig", model),
-        "multimodal": _values("model_config", "MultiModalConfig", needs.MULTIMODAL.of(model)),
+        "settings": _values("model_config", "ModelConfig", model, chosen),
+        "multimodal": _values("model_config", "MultiModalConfig", media, chosen),
     }
 
 
@@ -309,9 +323,17 @@ def _canonical(value: Any) -> Any:
     raise TypeError(f"{value!r} has no name that it would have in another process")
 
 
-def _settings_of(pair: str, vllm_config: VllmConfig) -> dict[str, Mapping[str, Any]]:
-    """The settings that are digested for ``pair``, by class, as far as this vLLM has them."""
-    return {kind: _values(pair, kind, _place(kind, vllm_config)) for kind in PAIRS[pair].digested}
+def _settings_of(
+    pair: str, vllm_config: VllmConfig, chosen: bool = False
+) -> dict[str, Mapping[str, Any]]:
+    """The settings that are digested for ``pair``, by class, as far as this vLLM has them.
+
+    chosen: without those that choose nothing.
+    """
+    return {
+        kind: _values(pair, kind, _place(kind, vllm_config), chosen)
+        for kind in PAIRS[pair].digested
+    }
 
 
 def _place(kind: str, vllm_config: VllmConfig) -> Any:
@@ -323,11 +345,24 @@ def _place(kind: str, vllm_config: VllmConfig) -> Any:
     return config
 
 
-def _values(pair: str, kind: str, config: Any) -> dict[str, Any]:
+def _chooses(value: Any) -> bool:
+    """Whether a setting does. One that a version lacks counts as one that does not."""
+    is_text = isinstance(value, (str, list, tuple, dict))
+    return not (value is None or value is False or (is_text and (not value or value == "auto")))
+
+
+def _values(pair: str, kind: str, config: Any, chosen: bool = False) -> dict[str, Any]:
     names = PAIRS[pair].digested[kind].split()
     if kind == "os.environ":
-        return {name: os.environ.get(name) for name in names}
-    found = {name: getattr(config, name) for name in names if hasattr(config, name)}
+        found = {name: os.environ.get(name) for name in names}
+    else:
+        found = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    if chosen:
+        found = {
+            name: value
+            for name, value in found.items()
+            if _chooses(value) and not name.startswith(_OF_OTHERS)
+        }
     if path := found.get(_FILE):
         found[_FILE] = Path(path).read_bytes().hex()
         files.require_unchanged(Path(path), [Path(path)])

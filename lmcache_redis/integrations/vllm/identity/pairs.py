@@ -25,8 +25,16 @@ class Pair:
 
 
 PAIRS: Mapping[str, Pair] = {
-    "engine": Pair("the version of vLLM"),
-    "transformers": Pair("its version: it prepares images, and has the code of some models"),
+    "engine": Pair(
+        "the version of vLLM; with `share_across_versions` `any`, or also why the version stays"
+    ),
+    "transformers": Pair(
+        "its version, or `any`: it prepares images, and has the code of some models"
+    ),
+    "computation": Pair(
+        "in the place of versions: digest of the classes and numbers of the model's modules, of "
+        "its own code and of its rotary embeddings"
+    ),
     "plugins": Pair("of vLLM that are installed and allowed, with the versions of their packages"),
     "weights": Pair(
         "digest of the weight files, their index, quantization and processor configs, and the "

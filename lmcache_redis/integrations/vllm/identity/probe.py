@@ -40,17 +40,24 @@ VALUES = [
 
 
 def kv_identity(
+    vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor], **how: Any
+) -> dict[str, str]:
+    """Pairs that identify how the layers of ``kv_caches`` pack and scale their KV (`probe`)."""
+    return probe(vllm_config, kv_caches, **how)[0]
+
+
+def probe(
     vllm_config: VllmConfig,
     kv_caches: Mapping[str, torch.Tensor],
     *,
     num_blocks: int,
     block_size_tokens: int,
     block_strides: Mapping[str, int],
-) -> dict[str, str]:
-    """Pairs that identify how the layers of ``kv_caches`` pack and scale their KV.
+) -> tuple[dict[str, str], list[str]]:
+    """The pairs of `kv_identity`, and the kinds of layers that cannot be probed.
 
-    Never raises and does not change the engine. Layers that cannot be probed are identified by
-    their backend and the dtype of their cache; one log line lists them.
+    Never raises and does not change the engine. Those are identified by their backend and the dtype
+    of their cache; one log line lists them.
     """
     context = vllm_config.compilation_config.static_forward_context
     found: dict[str, str] = {}
@@ -80,7 +87,7 @@ def kv_identity(
             "cannot be probed: %s",
             "; ".join(unknown.values()),
         )
-    return {"kv_packing": digest_of(digests), "kv_scales": digest_of(scales)}
+    return {"kv_packing": digest_of(digests), "kv_scales": digest_of(scales)}, sorted(unknown)
 
 
 def digest_of(value: Any) -> str:
