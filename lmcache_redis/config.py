@@ -386,8 +386,8 @@ class ClientConfig:
     # The values are vLLM's names.
     kv_cache_layout: str | None = setting(
         "order of vLLM's KV cache in memory (vLLM 0.29 or newer): all layers of a block are one "
-        "piece, which a GPU copies without a kernel. Engines of another order do not share. Not in "
-        "a `MultiConnector`",
+        "piece (shares are not), which a GPU copies without a kernel. Engines of another order do "
+        "not share. Not in a `MultiConnector`",
         None,
         choices=("BLNHC", "BLHNC"),
     )

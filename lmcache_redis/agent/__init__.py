@@ -28,6 +28,7 @@ Threads, as the kernel names them (`top -H`, perf, py-spy):
 
 An engine has lmcr-link, one to each agent that it asks, and `adapter files` while it looks at some.
 
-Beside that way: `agent` (what an agent consists of, its status), `main` (start, reload, stop),
-`embedded` (a Redis of the agent), and a wing, `reports`: what an agent says of itself.
+Beside that way: `agent` (what an agent consists of, its status; `sharing`: which of its engines
+share), `main` (start, reload, stop), `embedded` (a Redis of the agent), and a wing, `reports`: what
+an agent says of itself.
 """

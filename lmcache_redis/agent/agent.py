@@ -15,6 +15,7 @@ from lmcache_redis.agent.copies import CopyThreads
 from lmcache_redis.agent.limits import TenantLimits
 from lmcache_redis.agent.peers import LayoutTrust, Peers
 from lmcache_redis.agent.sessions import Sessions
+from lmcache_redis.agent.sharing import sharing
 from lmcache_redis.agent.sights import ChunkSights
 from lmcache_redis.cache.arena import Arena
 from lmcache_redis.cache.blocking import PATIENCE_S
@@ -201,6 +202,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
             for peer in peers
             if peer.registration is not None
         ],
+        "sharing": sharing(peer for peer in peers if peer.registration is not None),
         "models": {name: asdict(use) for name, use in peers.models.items()},
         "tenants": peers.tenants.report(),
         **_worth(agent.peers, counters),

@@ -201,7 +201,7 @@ class LookupJob:
         self._peer.computing.answered(self._question.request_id, tokens, self._now())
         took_s = self._now() - self._started_s
         self._count(found, tiers, took_s)
-        self._note(found, tiers, took_s, [form.fingerprint.hex() for form in forms])
+        self._note(found, tiers, took_s, forms)
         session.load = None
         if found.bound and not self._compare_only:
             workers = {worker_id for row in users for worker_id, _ in row}
@@ -231,7 +231,9 @@ class LookupJob:
             return 0.0
         return self._awaited.pause_s(found.bound, self._chunk_tokens, self._now())
 
-    def _note(self, found: PrefixLookup, tiers: str, took_s: float, layouts: Sequence[str]) -> None:
+    def _note(
+        self, found: PrefixLookup, tiers: str, took_s: float, forms: Sequence[ChunkForm]
+    ) -> None:
         reason, words, missed = "", sorted(found.end.reasons), b""
         if found.bound < len(self._question.hashes):
             counter = found.end.counter
@@ -247,7 +249,7 @@ class LookupJob:
             if reason == "absent" and self._awaited.since_s is not None:
                 waited_s = self._now() - self._awaited.since_s
                 words.append(f"another engine was to store it, and had not after {waited_s:.2f} s")
-            if reason == "absent" and len(layouts) > 1 and found.parts.has_some_of(found.bound):
+            if reason == "absent" and len(forms) > 1 and found.parts.has_some_of(found.bound):
                 reason = "in_part"
         self._keep(
             reason, words, missed,
@@ -255,7 +257,8 @@ class LookupJob:
             found_chunks=found.bound,
             hits={m.TIER_NAMES[each]: tiers.count(each) for each in sorted(set(tiers))},
             compare_only=self._compare_only,
-            layouts=tuple(layouts),
+            layouts=tuple(form.fingerprint.hex() for form in forms),
+            kv_ranks=tuple(form.kv_rank for form in forms),
             bet=None if found.bet is None else found.bet._asdict(),
         )  # fmt: skip
 

@@ -116,8 +116,8 @@ class FirstMiss(msgspec.Struct, frozen=True):
 class PastLookup(msgspec.Struct, kw_only=True):
     """A lookup that was answered.
 
-    at_s: `time.time()`. hits: chunks found, by tier. layouts: of its parts, in hexadecimal. bet:
-    the fields of a `cache.pacing.Bet`.
+    at_s: `time.time()`. hits: chunks found, by tier. layouts: of its parts, in hexadecimal.
+    kv_ranks: which name these. bet: the fields of a `cache.pacing.Bet`.
     """
 
     at_s: float = msgspec.field(default_factory=time.time)
@@ -130,6 +130,7 @@ class PastLookup(msgspec.Struct, kw_only=True):
     hits: dict[str, int] = {}
     compare_only: bool = False
     layouts: tuple[str, ...] = ()
+    kv_ranks: tuple[int, ...] = ()
     first_miss: FirstMiss | None = None
     bet: dict[str, float] | None = None
 

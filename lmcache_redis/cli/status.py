@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +26,6 @@ _Report = Mapping[str, Any]  # a STATUS document
 # What a line is about, what it says, and whether that is bad.
 _Row = tuple[str, str, bool]
 _MOST_LAYOUTS = 4
-_LAYOUT_DIGITS = 16
 
 
 def status(
@@ -131,6 +129,8 @@ def _tiers(report: _Report) -> Iterator[_Row]:
 
 
 def _engines(report: _Report) -> Iterator[_Row]:
+    from lmcache_redis.agent.reports import words
+
     engines = report["engines"]
     if not engines:
         yield "engines", "none is connected", False
@@ -138,11 +138,11 @@ def _engines(report: _Report) -> Iterator[_Row]:
     ready = sum(each["ready"] for each in engines)
     waits = "" if ready == len(engines) else ": others wait for their scheduler or other ranks"
     yield "engines", f"{ready} of {len(engines)} workers ready{waits}", False
-    layouts = Counter((each["model"], each["layout"][:_LAYOUT_DIGITS]) for each in engines)
-    for model, layout in [*layouts][:_MOST_LAYOUTS]:
-        yield "", f"{model}, layout {layout}", False
-    if len(layouts) > _MOST_LAYOUTS:
-        yield "", f"and {len(layouts) - _MOST_LAYOUTS} more layouts: see --all", False
+    sharing = report["sharing"]
+    for each in sharing[:_MOST_LAYOUTS]:
+        yield "", words.sharing(each, sharing), False
+    if len(sharing) > _MOST_LAYOUTS:
+        yield "", f"and {len(sharing) - _MOST_LAYOUTS} more layouts: see --all", False
 
 
 def _reasons(report: _Report, kind: str) -> str:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -248,13 +248,16 @@ def _part_lines(parts: Mapping[str, Any], lookup: Mapping[str, Any] | None) -> I
 def compare(known: Mapping[str, Any], *wanted: str) -> dict[str, Any]:
     """The two layouts that the wanted ones begin, and the pairs that differ.
 
-    models: the names of the models that have it, if both are one. They are in keys too.
+    to_share: what would have to change in each of them. models: the names of the models that have
+    it, if both are one. They are in keys too.
     Raises ``ConfigError`` if one of them begins no layout or several.
     """
+    from lmcache_redis.integrations.vllm.identity.advice import advice
+
     rows: Sequence[Mapping[str, Any]] = known["layouts"]
     first, second = (_only(rows, each, known.get("redis_listed", True)) for each in wanted)
     ours, theirs = first["pairs"], second["pairs"]
-    differing = None
+    differing, to_share = None, {}
     if ours is not None and theirs is not None:
         named = {"model": first["model"], **ours}, {"model": second["model"], **theirs}
         names = [*named[0], *(name for name in named[1] if name not in named[0])]
@@ -263,9 +266,15 @@ def compare(known: Mapping[str, Any], *wanted: str) -> dict[str, Any]:
             for name in names
             if named[0].get(name) != named[1].get(name)
         }
+        to_share = {name: advice(name, differing) for name in differing}
     same = first["layout"] == second["layout"]
     models = sorted({each["model"] for each in rows if same and each["layout"] == first["layout"]})
-    return {"layouts": [first, second], "differing": differing, "models": models}
+    return {
+        "layouts": [first, second],
+        "differing": differing,
+        "to_share": to_share,
+        "models": models,
+    }
 
 
 def _only(rows: Sequence[Mapping[str, Any]], wanted: str, redis_listed: bool) -> Mapping[str, Any]:
@@ -308,6 +317,8 @@ def comparison_lines(compared: Mapping[str, Any]) -> Iterator[str]:
         yield f"they differ in {len(differing)}:"
         for name, values in differing.items():
             yield from _pair_lines(name, values)
+            if change := compared["to_share"][name]:
+                yield f"    to share: {change}"
 
 
 def _pair_lines(name: str, values: Sequence[str | None]) -> Iterator[str]:
@@ -326,8 +337,9 @@ def _row(name: str, text: str) -> str:
     return f"  {name:<9} {text}"
 
 
-def _layouts(layouts: Sequence[str] | Mapping[str, Any]) -> str:
-    return ", ".join(each[:_SHOWN] for each in layouts) or "not known"
+def _layouts(layouts: Iterable[str]) -> str:
+    """Each once: the shares of a chunk have one."""
+    return ", ".join(dict.fromkeys(each[:_SHOWN] for each in layouts)) or "not known"
 
 
 def _clock(at_s: float) -> str:

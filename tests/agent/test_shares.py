@@ -11,7 +11,10 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from lmcache_redis.chunks.names import Reach
+from lmcache_redis.chunks.keys import share_rank
+from lmcache_redis.chunks.names import Reach, parse_stripe_key
+from lmcache_redis.cli.status import rows
+from lmcache_redis.cli.why import request_lines
 from lmcache_redis.client.control import ControlClient
 from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.worker import TransferOp
@@ -240,6 +243,63 @@ def test_a_prefix_ends_where_a_share_is_missing(
         assert engine.lookup("r", HASHES) == 128
         assert engine.retrieve("r", HASHES[:8], LOADED[:8]) == set()
         assert engine.holds(model[:, :8], LOADED[:8])
+
+
+def test_why_says_a_layout_once_and_where_each_part_is(
+    agent: AgentServer, redis_server: RedisServer
+) -> None:
+    model, tools = kv(4), ControlClient(agent.endpoint, 10)
+    with (
+        ShardedEngine(agent.endpoint, 2, 4) as engine,
+        ShardedEngine(agent.endpoint, 1, 4),
+        ShardedEngine(agent.endpoint, 1, 4, shares=2) as other,
+    ):
+        engine.fill(model, STORED)
+        engine.store("r", HASHES, STORED)
+        other.store("r", HASHES[:4], STORED[:4])
+        agent.wait_idle()
+        assert len({each["layout"] for each in tools.layouts()["layouts"]}) == 2
+        agent.restart()
+        engine.wait_ready()
+        other.wait_ready()
+        layout, apart = (each["layouts"][0] for each in agent.status()["sharing"])
+        with redis_server.client() as client:
+            for key in stripe_keys(client):
+                _, name, _ = parse_stripe_key(key)
+                # The first share of the second rank.
+                is_lost = name.chunk_hash == HASHES[3] and name.kv_rank == share_rank(4, 2)
+                if is_lost and layout.encode().startswith(key[6:22]):
+                    client.delete(key)
+        assert engine.lookup("lost", HASHES) == 0
+        report = tools.why("lost")
+        miss = report["requests"][0]["lookup"]["first_miss"]
+        assert (miss["reason"], miss["now"]) == ("in_part", ["redis", None])
+        assert miss["other_layouts"] == [apart]
+        said = "\n".join(request_lines(report, 0.0))
+        assert f"layout {layout[:16]}\n" in said
+        assert "1 of its 2 parts are there now" in said
+
+
+def test_status_says_who_shares(agent: AgentServer) -> None:
+    with (
+        ShardedEngine(agent.endpoint, 2, 4),
+        ShardedEngine(agent.endpoint, 1, 4),
+        ShardedEngine(agent.endpoint, 1, 4, shares=2),
+        Engine(agent.endpoint, model_name="other/model"),
+    ):
+        status = agent.status()
+        first, *others = status["sharing"]
+        assert (len(first["engines"]), first["shares"], first["apart"]) == (2, 4, [])
+        layout = first["layouts"][0][:16]
+        apart, alone = sorted(others, key=lambda each: str(each["model"]), reverse=True)
+        assert (len(apart["engines"]), apart["shares"]) == (1, 2)
+        assert apart["apart"][0] == "kv_shares"
+        assert (alone["model"], alone["shares"], alone["apart"]) == ("other/model", 1, [])
+        said = [text for _, text, _ in rows(status)]
+        assert f"test/model, layout {layout}, in 4 shares; 2 engines share" in said
+        (text,) = (each for each in said if "does not share" in each)
+        assert f", in 2 shares: does not share with {layout} (kv_shares, " in text
+        assert f"other/model, layout {alone['layouts'][0][:16]}" in said
 
 
 def test_groups_beside_each_other_are_cut_each_for_itself(

@@ -19,7 +19,7 @@ from tests.servers import RedisServer
 ROOT = Path(__file__).parent.parent.parent
 # What this run has none of: a disk, a GPU, a failure, a second use.
 ABSENT = (
-    *("canaries.distrusted", "disk.", "groups[].damaged"),
+    *("canaries.distrusted", "disk.", "groups[].damaged", "sharing[].apart"),
     *(
         "left",
         "loads.prefill",

@@ -210,9 +210,11 @@ def test_pairs_that_differ() -> None:
         "  model",
         "    A  org/model",
         "    B  org/other",
+        "    to share: the same name on the hub, or directories that are called alike",
         "  revision: of the hub",
         "    A  main",
         "    B  (empty)",
+        "    to share: the same --revision",
         "  gone",
         "    A  x",
         "    B  (has no such pair)",
@@ -291,6 +293,7 @@ def test_why_of_a_real_agent(node: Node) -> None:
             "  revision: of the hub",
             "    A  two",
             "    B  (has no such pair)",
+            "    to share: the same --revision",
         ]
         newest = [line.split()[3] for line in why("--list").stdout.splitlines()[1:]]
         assert newest == ["cmpl-other-0-ef56", "cmpl-warm-0-cd34", "cmpl-cold-0-ab12"]
@@ -308,6 +311,7 @@ def test_why_of_a_real_agent(node: Node) -> None:
         assert compared["layouts"][1]["engine_id"] is None
         assert compared["differing"]["revision"] == [None, "three"]
         assert compared["differing"]["dtype"] == ["float32", "uint8"]
+        assert compared["to_share"]["revision"] == "the same --revision"
     unknown_layout = why("--layouts", wanted, "0123")
     assert unknown_layout.returncode == 2
     assert f"Known are: {wanted}" in one_sentence(unknown_layout)

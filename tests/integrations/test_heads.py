@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 import torch
+import transformers
 from transformers import LlamaConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -275,12 +276,26 @@ def test_a_model_that_is_another_one_at_another_size_is_not_cut(
         ({"num_key_value_heads": 4, "num_global_key_value_heads": 2}, None),
         ({"num_key_value_heads": 4, "blocks": [{"attention": {"n_heads_in_group": 2}}]}, None),
         ({"num_key_value_heads": 4, "other": {"num_attention_groups": 8}}, None),
+        ({"num_key_value_heads": 4, "num_kv_shared_layers": 15}, 4),
     ],
 )
 def test_other_heads_of_some_layers_are_seen(config: dict[str, Any], total: int | None) -> None:
     text = SimpleNamespace(to_dict=lambda: config)
     model: Any = SimpleNamespace(hf_text_config=text, get_total_num_kv_heads=lambda: 4)
     assert total_kv_heads(model) == total
+
+
+def test_gemmas_that_share_kv_between_layers() -> None:
+    """How many layers do is no number of heads; how many heads some layers have is one."""
+
+    def total(config: Any, heads: int) -> int | None:
+        model: Any = SimpleNamespace(hf_text_config=config, get_total_num_kv_heads=lambda: heads)
+        return total_kv_heads(model)
+
+    assert total(transformers.Gemma3nTextConfig(num_key_value_heads=2), 2) == 2
+    some = {"num_key_value_heads": 4, "num_kv_shared_layers": 3, "attention_k_eq_v": True}
+    assert total(transformers.Gemma4TextConfig(**some), 4) == 4
+    assert total(transformers.Gemma4TextConfig(**some, num_global_key_value_heads=2), 4) is None
 
 
 def registered(tmp_path: Path, extra: dict[str, Any], heads: int, **how: int) -> list[Any]:

@@ -20,12 +20,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 CHUNK = 128
 
 
-def start(model: Path, redis: RedisServer, log: Path, ranks: int = 1) -> ForkedEngine:
+def start(
+    model: Path, redis: RedisServer, log: Path, ranks: int = 1, block_size: int = CHUNK
+) -> ForkedEngine:
     extra: dict[str, Any] = {
         "spec_name": "CPUTieringOffloadingSpec",
         "spec_module_path": "lmcache_redis.integrations.vllm_tier",
         "cpu_bytes_to_use": 128 << 20,
-        "block_size": CHUNK,
+        "block_size": block_size,
         "canonical_layout": True,
         "secondary_tiers": [{"type": "redis", "url": redis.unix_url, "timeout_s": 50.0}],
     }

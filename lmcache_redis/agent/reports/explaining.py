@@ -79,25 +79,34 @@ class Explanations:
             reply(_json(report))
             return
 
-        deadline_s = self._agent.loop.now() + _ANSWER_S
+        deadline_s, prefix = self._agent.loop.now() + _ANSWER_S, self._agent.config.key_prefix
+        own = [
+            PartNames(ChunkNames(bytes.fromhex(layout), prefix), lookup.model, kv_rank)
+            for layout, kv_rank in zip(lookup.layouts, lookup.kv_ranks, strict=True)
+        ]
 
         def look_for(described: Sequence[PartNames], is_all: bool) -> None:
-            names = {_description(each): each for each in [*described, *self._registered()]}
-            keys = {each.key(bytes.fromhex(miss.hash)): each for each in names.values()}
-            done = posting(self._agent.loop, partial(answer, keys, is_all))
-            self._agent.redis.exists([*keys], deadline_s + _ANSWER_S, done)
+            others = [*described, *self._registered()]
+            others = [each for each in others if each.fingerprint.hex() not in lookup.layouts]
+            names = [*own, *{_description(each): each for each in others}.values()]
+            keys = [each.key(bytes.fromhex(miss.hash)) for each in names]
+            done = posting(self._agent.loop, partial(answer, names, keys, is_all))
+            self._agent.redis.exists(keys, deadline_s + _ANSWER_S, done)
 
-        def answer(keys: Mapping[bytes, PartNames], is_all: bool, result: ExistsResult) -> None:
-            """Says where the missed chunk is now, by layout."""
+        def answer(
+            names: Sequence[PartNames], keys: Sequence[bytes], is_all: bool, result: ExistsResult
+        ) -> None:
+            """Says where each part of the missed chunk is now, and which other layouts have it."""
             in_redis = result.present or [None] * len(keys)
-            places = {
-                each.fingerprint.hex(): self._place(key) or (REDIS.name if is_there else None)
-                for (key, each), is_there in zip(keys.items(), in_redis, strict=True)
-            }
-            there = {layout: place for layout, place in places.items() if place is not None}
+            places = [
+                self._place(key) or (REDIS.name if is_there else None)
+                for key, is_there in zip(keys, in_redis, strict=True)
+            ]
+            rest = zip(names[len(own) :], places[len(own) :], strict=True)
+            others = dict.fromkeys(each.fingerprint.hex() for each, place in rest if place)
             report["requests"][0]["lookup"]["first_miss"] |= {
-                "now": [there.pop(layout, None) for layout in lookup.layouts],
-                "other_layouts": [*there],
+                "now": places[: len(own)],
+                "other_layouts": [*others],
                 "redis_answered": (
                     is_all and result.outcome is CallOutcome.DONE and None not in in_redis
                 ),
@@ -128,11 +137,12 @@ class Explanations:
                 rows.append(_row(form) | where)
                 if (name := rows[-1]["layout"]).startswith(wanted):
                     canonical[name] = layout.canonical(each.chunk_tokens)
-        here = {_description(each) for each in self._registered()}
+        here = {(each.fingerprint, each.model_name) for each in self._registered()}
         deadline_s = self._agent.loop.now() + _ANSWER_S
 
         def listed(described: Sequence[PartNames], is_all: bool) -> None:
-            others = [each for each in described if _description(each) not in here]
+            found = {(each.fingerprint, each.model_name): each for each in described}
+            others = [each for name, each in found.items() if name not in here]
             rows.extend(map(_row, others))
             chosen = [each for each in others if each.fingerprint.hex().startswith(wanted)]
             self.read(chosen, partial(answer, is_all), deadline_s + _ANSWER_S)

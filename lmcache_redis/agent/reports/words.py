@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lmcache_redis.tier_kinds import KINDS, REDIS, TierKind
 from lmcache_redis.units import shown_age, shown_bytes
+
+_LAYOUT_DIGITS = 16
+_MOST_PAIRS = 4
 
 
 def percent(share: float | None) -> str:
@@ -115,6 +118,23 @@ def failing(tier: Mapping[str, Any]) -> str:
         return str(tier["reason"])
     times = f"{error['count']:,} times, last " if error["count"] > 1 else ""
     return f"{error['text']} ({times}{shown_age(error['seconds_ago'])} ago)"
+
+
+def sharing(engines: Mapping[str, Any], known: Sequence[Mapping[str, Any]]) -> str:
+    """With whom engines share. engines: of ``sharing``; known: all of it."""
+    layout, count = engines["layouts"][0], len(engines["engines"])
+    text = f"{engines['model']}, layout {layout[:_LAYOUT_DIGITS]}"
+    if (others := len(engines["layouts"]) - 1) > 0:
+        text += f" and {others} more"
+    if engines["shares"] > 1:
+        text += f", in {engines['shares']} shares"
+    first = next(each for each in known if each["model"] == engines["model"])
+    if first is not engines:
+        from_whom = first["layouts"][0][:_LAYOUT_DIGITS]
+        what = ", ".join(engines["apart"][:_MOST_PAIRS]) or "their groups of layers"
+        more = ", ..." if len(engines["apart"]) > _MOST_PAIRS else ""
+        text += f": does not share with {from_whom} ({what}{more})"
+    return f"{text}; {count} engines share" if count > 1 else text
 
 
 def troubles(report: Mapping[str, Any]) -> list[str]:

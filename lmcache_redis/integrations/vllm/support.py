@@ -38,9 +38,10 @@ logger = logging.getLogger("vllm.lmcache_redis")
 _HASHES = ("sha256", "sha256_cbor")
 _DEVICES = ("cpu", "cuda")
 # Settings that give some layers another number of KV heads; the last two in parts that are of some
-# layers alone (Nemotron, Step-3.5).
+# layers alone (Nemotron, Step-3.5). Gemma's `num_kv_shared_layers` counts layers.
 _KV_HEADS = re.compile(
-    r"k(ey_?)?v(alue)?_heads|multi_query_group|num_kv|n_heads_in_group|num_attention_groups"
+    r"k(ey_?)?v(alue)?_heads|multi_query_group|num_kv(?!_shared_layers)|n_heads_in_group|"
+    r"num_attention_groups"
 )
 _ENCODERS = ("vision", "audio")
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec")

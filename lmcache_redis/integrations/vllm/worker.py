@@ -115,6 +115,11 @@ class _Begun:
     def is_over(self) -> bool:
         return all(each.over for each in self.transfers)
 
+    @property
+    def chunks(self) -> set[bytes]:
+        """Each once, whatever groups and shares it has."""
+        return {name for each in self.transfers for name in each.op.hashes}
+
 
 class Told:
     """In which step vLLM has learned that a load has ended, of the newest loads.
@@ -216,8 +221,8 @@ class ConnectorWorker:
             ended[request_id] = set().union(*(each.failed_blocks for each in load.transfers))
             if ended[request_id]:
                 self._next.failed |= {request_id}
-            failed_chunks = sum(len(each.failed_chunks) for each in load.transfers)
-            loaded_chunks = sum(each.chunks for each in load.transfers) - failed_chunks
+            failed = {each.op.hashes[n] for each in load.transfers for n in each.failed_chunks}
+            loaded_chunks, failed_chunks = len(load.chunks - failed), len(failed)
             self._recorder.count("failed_chunks", failed_chunks, str(self._rank))
             self._recorder.count("loaded_chunks", loaded_chunks, str(self._rank))
             found = {"chunks": loaded_chunks, "failed_chunks": failed_chunks}
@@ -232,7 +237,10 @@ class ConnectorWorker:
         for transfer_id in [t for t, store in self._stores.items() if store.is_over]:
             store = self._stores.pop(transfer_id)
             results = [each.result for each in store.transfers]
-            stored, dropped = (sum(getattr(r, n) for r in results) for n in ("stored", "dropped"))
+            # The agent counts, and does not say of which chunks it dropped a part.
+            dropped = max((each.dropped for each in results), default=0)
+            stored = max((each.stored for each in results), default=0)
+            stored = min(stored, len(store.chunks) - dropped)
             self._recorder.count("stored_chunks", stored, str(self._rank))
             self._recorder.count("dropped_chunks", dropped, str(self._rank))
             self._next.dropped |= dropped > 0
@@ -254,7 +262,7 @@ class ConnectorWorker:
         return self._next.ended[self._rank]
 
     def _took(self, name: str, span: str, begun: _Begun, found: Mapping[str, int]) -> None:
-        """Records that a transfer has ended. found: chunks, once for each group, or its share."""
+        """Records that a transfer has ended. found: chunks."""
         self._recorder.observe(name, time.monotonic() - begun.begun_s, str(self._rank))
         error = "chunks_failed" if found.get("failed_chunks") else ""
         attributes = {"rank": self._rank, **found}

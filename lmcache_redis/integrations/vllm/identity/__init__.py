@@ -3,6 +3,7 @@
 
 engine_identity  the identity of a worker's KV cache, as pairs of text
 pairs            the settings of vLLM that are in each pair
+advice           what would have to change for engines that differ in one
 weights          a digest of the model's files, or the operator's name for them
 files            whether files have changed since vLLM read them
 probe            how the layers' backends pack K and V
