@@ -170,19 +170,19 @@ class SharingTier:
         """The transfers of a job's shares; of one that has none, itself."""
         if job.shares is None or job.shares.count < 2:
             return (job,)
-        frame = job.frame
-        share = ChunkFrame(
-            frame.fingerprint,
-            frame.chunk_hash,
-            frame.chunk_bytes // job.shares.count,
-            frame.stripe_payload_bytes,
-            job.shares.metadata,
-        )
-        whole, stripes = _Whole(job), share.stripe_count
+        whole, frame = _Whole(job), job.frame
+        stripes = frame.stripe_count // job.shares.count
         shares = self._in_flight[job] = [
             ChunkIO(
                 key,
-                share,
+                ChunkFrame(
+                    frame.fingerprint,
+                    frame.chunk_hash,
+                    frame.chunk_bytes // job.shares.count,
+                    frame.stripe_payload_bytes,
+                    job.shares.metadata,
+                    1 + job.shares.first + number,
+                ),
                 job.slots[number * stripes : (number + 1) * stripes],
                 job.deadline,
                 whole,

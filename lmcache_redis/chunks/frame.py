@@ -11,9 +11,9 @@ payload and of itself. Little-endian:
      24  u16 stripe index             97  63s chunk hash,       200  8s  tenant
      26  u16 stripe count                 zero padded           208  336s RemoteMetadata of
      28  u32 flags                   160  u64 created, Unix ms            the chunk, zero padded
-     32  u64 payload bytes           168  u64 header checksum   544  48  zeros
-     40  u64 payload offset          176  u8  codec             592  48s seal
-     48  u64 chunk bytes
+     32  u64 payload bytes           168  u64 header checksum   544  u16 share, or 0
+     40  u64 payload offset          176  u8  codec             546  46  zeros
+     48  u64 chunk bytes                                        592  48s seal
 
 Checksums are xxh3-64. That of the payload is of its stored bytes; the header's is computed with its
 own field zero. With the codec PACKED the payload is stored in fewer bytes (`packing`), with the
@@ -73,7 +73,7 @@ _NO_TENANT = bytes(TENANT_BYTES)
 _NO_CODEC = bytes(8)
 _NO_STORE_ID = bytes(STORE_ID_BYTES)
 _NO_SEAL = bytes(SEAL_BYTES)
-_AFTER_METADATA = bytes(96)
+_AFTER_METADATA = struct.Struct("<H94s")
 # Parsed once: chunks of one layout share their metadata.
 parsed_metadata = functools.lru_cache(maxsize=1024)(RemoteMetadata.deserialize)
 _EXPECTED_PREAMBLE = _PREAMBLE.pack(MAGIC, VERSION, HEADER_BYTES)
@@ -114,8 +114,9 @@ class ChunkFrame:
     """The fields that all stripe headers of one chunk share.
 
     fingerprint: 32 bytes of the layout. chunk_hash: 1 to 63 bytes. stripe_payload_bytes: of every
-    stripe but the last. metadata: the serialized RemoteMetadata. Raises FormatError for values that
-    do not fit a header, such as a chunk of more than 65,535 stripes.
+    stripe but the last. metadata: the serialized RemoteMetadata. share: 1 and the number of the
+    share of a chunk that this is, which the fingerprint does not tell; 0: it is none. Raises
+    FormatError for values that do not fit a header, such as a chunk of more than 65,535 stripes.
     """
 
     fingerprint: bytes
@@ -123,6 +124,7 @@ class ChunkFrame:
     chunk_bytes: int
     stripe_payload_bytes: int
     metadata: bytes
+    share: int = field(default=0, compare=False)
     stripe_count: int = field(init=False, repr=False, compare=False)
     _layout_and_chunk: bytes = field(init=False, repr=False, compare=False)
     _padded_metadata: bytes = field(init=False, repr=False, compare=False)
@@ -189,7 +191,7 @@ class ChunkFrame:
                 _NO_CHECKSUM,
                 tenant,
                 self._padded_metadata,
-                _AFTER_METADATA,
+                _AFTER_METADATA.pack(self.share, b""),
             )
         )
 
@@ -232,8 +234,8 @@ class ChunkFrame:
 class StripeHeader:
     """The fields of a header. checksum, stored_bytes: of what follows the header.
 
-    element_bytes: of a packed payload; 0: it is plain. tenant: a digest, or None. sealed_with: the
-    id of the key, or None.
+    element_bytes: of a packed payload; 0: it is plain. share: as in `ChunkFrame`. tenant: a digest,
+    or None. sealed_with: the id of the key, or None.
     """
 
     store_id: bytes
@@ -249,6 +251,7 @@ class StripeHeader:
     chunk_hash: bytes
     created_unix_ms: int
     metadata: RemoteMetadata
+    share: int = 0
     tenant: bytes | None = None
     sealed_with: bytes | None = None
 
@@ -260,7 +263,7 @@ def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
     if fault is not None:
         raise FormatError(f"the header of a stripe was expected, found {fault.value}")
     parts = _PARTS.unpack(raw)
-    _, store_id, place, checksum, layout_and_chunk, created, *_, tenant, described, _ = parts
+    _, store_id, place, checksum, layout_and_chunk, created, *_, tenant, described, behind = parts
     index, count, flags, payload, offset, chunk_bytes = _PLACE.unpack(place)
     is_sealed = bool(flags & SEALED)
     hash_end = FINGERPRINT_BYTES + 1 + layout_and_chunk[FINGERPRINT_BYTES]
@@ -272,6 +275,7 @@ def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
         chunk_bytes,
         offset // index if index and index == count - 1 else payload,
         metadata.serialize(),
+        _AFTER_METADATA.unpack(behind)[0],
     )
     check = frame.check_header(raw, index, is_sealed)
     if not check.ok:
@@ -293,6 +297,7 @@ def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
         chunk_hash=frame.chunk_hash,
         created_unix_ms=created,
         metadata=metadata,
+        share=frame.share,
         tenant=None if tenant == _NO_TENANT else tenant,
         sealed_with=raw[SEAL_AT : SEAL_AT + SEAL_KEY_ID_BYTES] if is_sealed else None,
     )

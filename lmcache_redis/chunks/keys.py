@@ -129,6 +129,11 @@ def share_rank(shares: int, share: int, held: int = 1) -> int:
     return shares << 24 | share << 16 | held << 8 | _TOGETHER
 
 
+def share_of(kv_rank: int) -> int:
+    """The number of the (first) share."""
+    return kv_rank >> 16 & 0xFF
+
+
 def held_ranks(kv_rank: int) -> list[int]:
     """The kv_rank of each share that is held together; any other one is its own."""
     if kv_rank & 0xFF != _TOGETHER:

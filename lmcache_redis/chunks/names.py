@@ -34,6 +34,7 @@ from lmcache_redis.chunks.keys import (
     before_hash,
     hash_tag,
     held_ranks,
+    share_of,
 )
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import FormatError, check_int
@@ -241,9 +242,10 @@ def opaque_pages(nbytes: int) -> RemoteMetadata:
 class Shares:
     """The shares that a chunk consists of, of equal size, each of whole stripes.
 
-    metadata: of one share, serialized.
+    first: the number of the first one. metadata: of one share, serialized.
     """
 
+    first: int
     count: int
     metadata: bytes
 
@@ -313,7 +315,8 @@ class ChunkForm(PartNames):
             stripe_bytes = stripe_payload_bytes(metadata.length, slot_bytes)
         else:
             stripe_bytes = equal_stripe_bytes(of_share.length, slot_bytes)
-            shares = Shares(len(held_ranks(kv_rank)), of_share.serialize())
+            ranks = held_ranks(kv_rank)
+            shares = Shares(share_of(ranks[0]), len(ranks), of_share.serialize())
             if shares.count * of_share.length != metadata.length:
                 raise FormatError(
                     f"{shares.count} shares of {of_share.length} bytes are no chunk of "
@@ -339,4 +342,6 @@ class ChunkForm(PartNames):
             self.chunk_bytes,
             self.stripe_payload_bytes,
             self.metadata,
+            # One that is stored alone is told from the others.
+            1 + self.shares.first if self.shares is not None and self.shares.count == 1 else 0,
         )

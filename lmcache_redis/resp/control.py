@@ -271,6 +271,7 @@ def parse_frame(reply: Reply) -> ChunkFrame | None:
         header.chunk_bytes,
         header.payload_bytes,  # no stripe is larger than stripe 0
         header.metadata.serialize(),
+        header.share,
     )
 
 
