@@ -50,12 +50,12 @@ class Place:
         self.here.__exit__()
 
     def _fill_history(self) -> None:
-        """It is bounded, by thousands: what a test adds would count as left."""
+        """It is bounded, by thousands: what a test adds would count as left. So it is short."""
         history = self.agent.sessions.history
-        history._most = 10
+        history._most = 4
         self.look_up(some(0, "past"))
         self.end(some(0, "past"))
-        wait_until(lambda: len(history) == 10, "a full history", WAIT_S)
+        wait_until(lambda: len(history) == 4, "a full history", WAIT_S)
 
     @property
     def device(self) -> Any:
