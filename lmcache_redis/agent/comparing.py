@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from lmcache_redis import messages as m
@@ -26,6 +27,7 @@ from lmcache_redis.agent.jobs import StoreJob
 from lmcache_redis.agent.peers import CANARIES_AGAIN
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.threads import posting
+from lmcache_redis.chunks.keys import overlapping_ranks
 from lmcache_redis.device.distance import Distance, far_apart, part_distance
 from lmcache_redis.device.layout import KVLayout
 
@@ -99,15 +101,10 @@ class CompareJob(StoreJob):
         chunk_hash, form = self._hashes[chunk], self._form
         self._cache.metrics.count("differing_chunks")
         self._cache.remove(form.key(chunk_hash), cached.form.stripe_count)
-        # Engines of other sizes have the same shares in entries of their own.
-        for each in self._agent.peers.registered:
-            for other in each.forms:
-                is_same = (other.fingerprint, other.model_name) == (
-                    form.fingerprint,
-                    form.model_name,
-                )
-                if is_same and other.kv_rank != form.kv_rank:
-                    self._cache.remove(other.key(chunk_hash), other.stripe_count)
+        # Engines of other sizes have the same shares in entries of their own, here or on disk.
+        for kv_rank in overlapping_ranks(form.kv_rank) if form.shares is not None else ():
+            if kv_rank != form.kv_rank:
+                self._cache.remove(replace(form, kv_rank=kv_rank).key(chunk_hash))
         if chunk >= len(self._hashes) - self._question.client_named:
             if self._agent.trust.differed_by_name(form.fingerprint):
                 logger.warning(

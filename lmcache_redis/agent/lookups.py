@@ -227,7 +227,12 @@ class LookupJob:
 
     def _pause_s(self, found: PrefixLookup) -> float:
         """How long to wait for what another engine is storing; 0.0: not, or no longer."""
-        if self._compare_only or found.end.counter != "miss_absent":
+        rate = self._agent.cache.rates[-1].per_second() if self._agent.cache.rates else 0.0
+        # The load that was to show the rate may have missed a share.
+        is_absent = found.end.counter == "miss_absent" or (
+            found.end.counter == "miss_slower" and not rate
+        )
+        if self._compare_only or not is_absent:
             return 0.0
         return self._awaited.pause_s(found.bound, self._chunk_tokens, self._now())
 

@@ -7,13 +7,13 @@ written, perhaps by another agent. Nothing tells when they are there. So the loo
 
 from __future__ import annotations
 
-import math
 import random
 
 from lmcache_redis.cache.pacing import Computing
 
 _FIRST_PAUSE_S = 0.005
 _MOST_PAUSE_S = 0.1
+_NOT_MEASURED_S = 1.0
 
 
 class AwaitedChunks:
@@ -63,6 +63,6 @@ class AwaitedChunks:
         return pause_s
 
     def _compute_s(self, tokens: int, now_s: float) -> float:
-        """Until the engine could have computed them; infinite if it has not measured itself."""
+        """Until the engine could have computed them; a guess if it has not measured itself."""
         token_s = self._computing.token_s
-        return self._computing.free_in_s(now_s) + tokens * token_s if token_s else math.inf
+        return self._computing.free_in_s(now_s) + tokens * token_s if token_s else _NOT_MEASURED_S

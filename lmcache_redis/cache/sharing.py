@@ -6,7 +6,7 @@
 
 A chunk is loaded, stored and removed with all of its shares. It counts as found where its first
 share is: that is one question for a chunk, as without shares. One whose others are not there is
-INCOMPLETE when it is loaded, so the next store of it does not ask. A store asks about all of them.
+MISSING when it is loaded: they may be on their way. A store asks about all of them.
 What has no shares goes to the tier as it is.
 """
 
@@ -76,6 +76,12 @@ class SharingTier:
 
     def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
         self.tier.exists([*map(self._keys.first, keys)], deadline, done)
+
+    def exist_whole(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
+        """As `exists`, of all shares."""
+        each = [self._keys.of(key) for key in keys]
+        answered = partial(self._refreshed, each, done)
+        self.tier.exists([*chain.from_iterable(each)], deadline, answered)
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """Of a chunk in shares, the frame of the first."""
@@ -252,12 +258,11 @@ def _read_outcome(outcomes: Mapping[ChunkIO, ReadOutcome]) -> ReadOutcome:
     """Of the whole. What was given up, because another had failed, says nothing."""
     found = set(outcomes.values())
     loaded, cancelled = ReadOutcome.LOADED, ReadOutcome.CANCELLED
-    missing = ReadOutcome.INCOMPLETE if loaded in found else ReadOutcome.MISSING
-    faults = found - {loaded, cancelled, ReadOutcome.MISSING}
+    faults = found - {loaded, cancelled}
+    if faults - {ReadOutcome.MISSING}:
+        return min(faults - {ReadOutcome.MISSING}, key=[*ReadOutcome].index)
     if faults:
-        return min(faults, key=[*ReadOutcome].index)
-    if ReadOutcome.MISSING in found:
-        return missing
+        return ReadOutcome.MISSING
     return cancelled if cancelled in found else loaded
 
 

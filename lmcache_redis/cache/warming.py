@@ -93,8 +93,8 @@ class Warming:
         size_bytes: int,
         first: Callable[[bytes], bytes] = lambda key: key,
     ) -> None:
-        self._first = first
         self._cache = cache
+        self._first = first
         self._rank = rank
         self._left_bytes = size_bytes
         # By what all keys of a worker's parts begin with.
@@ -110,7 +110,7 @@ class Warming:
     def warm(self, forms: Sequence[ChunkForm]) -> None:
         """These parts of chunks are of a worker that is registered now."""
         # Without its last byte, the length of a hash.
-        new = {self._first(form.stem(MAX_HASH_BYTES)[:-1]): form for form in forms}
+        new = {form.stem(MAX_HASH_BYTES)[:-1]: form for form in forms}
         self._unranked.update(new.keys() - self._forms.keys())
         self._forms.update(new)
         if self._unranked and not self._is_stopped:
@@ -123,7 +123,7 @@ class Warming:
         self._pause_until_s = self._cache.owner.now() + self._pause_s()
         for chunk, (entry, watcher) in self._loading.items():
             self._cache.pool.unwatch(entry, watcher)
-            self._queue.appendleft(self._first(chunk.key))
+            self._queue.appendleft(chunk.key)
             self._left_bytes += chunk.form.chunk_bytes
         if self._loading:
             self._loading.clear()
@@ -159,6 +159,7 @@ class Warming:
         prefixes, self._unranked = sorted(self._unranked), set()
         self._is_ranking, self._round = True, _Filling(self._cache.owner.now())
         done = posting(self._cache.owner, self._ranked)
+        prefixes = [*dict.fromkeys(map(self._first, prefixes))]
         self._rank(prefixes, _MOST_CHUNKS, self._round.began_s + _RANK_DEADLINE_S, done)
 
     def _ranked(self, result: _Ranked) -> None:
@@ -176,13 +177,17 @@ class Warming:
                 len(result.keys),
                 refused and f"; others are not known: {refused}",
             )
-        self._queue.extend(result.keys)
+        for key in result.keys:
+            # Workers of several sizes have the same first share.
+            for prefix in self._forms:
+                if key.startswith(first := self._first(prefix)):
+                    self._queue.append(prefix + key[len(first) :])
         self._load_some()
 
     def _chunk(self, key: bytes) -> _Chunk | None:
         for prefix, form in self._forms.items():
             if key.startswith(prefix) and (name := form.names.parse(key)) is not None:
-                return _Chunk(form.key(name.chunk_hash), form, name.chunk_hash)
+                return _Chunk(key, form, name.chunk_hash)
         return None
 
     def _load_some(self) -> None:
@@ -191,14 +196,10 @@ class Warming:
             return
         cache = self._cache
         for _ in range(min(len(self._queue), _MOST_A_TURN)):
-            chunk = self._chunk(self._queue[0])
-            level = None if chunk is None else cache.level_of(chunk.key)
-            if (
-                chunk is None
-                or level is None
-                or chunk.key in cache.pool
-                or cache.clears.ended.has(chunk.key)
-            ):
+            key = self._queue[0]
+            chunk, level = self._chunk(key), cache.level_of(key)
+            is_needless = key in cache.pool or cache.clears.ended.has(key)
+            if chunk is None or level is None or is_needless:
                 self._queue.popleft()
                 continue
             form = chunk.form

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from lmcache_redis.chunks.frame import HEADER_BYTES, pieces
+from lmcache_redis.chunks.frame import HEADER_BYTES, MAX_STRIPES, pieces
+from lmcache_redis.errors import FormatError
 
 _ALIGN_BYTES = 64
 # What a server adds to a string of many bytes.
@@ -33,11 +34,15 @@ def stripe_payload_bytes(chunk_bytes: int, slot_bytes: int) -> int:
 
 
 def equal_stripe_bytes(chunk_bytes: int, slot_bytes: int) -> int:
-    """Payload bytes of every stripe: the fewest of one size that fit the slots."""
-    count = pieces(chunk_bytes, slot_bytes)
-    while chunk_bytes % count:
-        count += 1
-    return chunk_bytes // count
+    """Payload bytes of every stripe: the fewest of one size that fit the slots.
+
+    Raises FormatError if they are too many.
+    """
+    first = pieces(chunk_bytes, slot_bytes)
+    for count in range(first, MAX_STRIPES + 1):
+        if chunk_bytes % count == 0:
+            return chunk_bytes // count
+    raise FormatError(f"{chunk_bytes} bytes have no stripes of one size of at most {slot_bytes}")
 
 
 def _taken_bytes(payload_bytes: int) -> int:

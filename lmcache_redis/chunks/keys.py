@@ -144,6 +144,20 @@ def held_ranks(kv_rank: int) -> list[int]:
     return [share_rank(shares, first + number) for number in range(held)]
 
 
+def overlapping_ranks(kv_rank: int) -> list[int]:
+    """The kv_rank of each worker, of any size, that holds some of the same shares.
+
+    A worker's shares are one of the equal parts that all shares can be divided into.
+    """
+    own = held_ranks(kv_rank)
+    shares, first = kv_rank >> 24, share_of(own[0])
+    found = []
+    for held in (each for each in range(1, shares + 1) if shares % each == 0):
+        begin = first - first % held
+        found += [share_rank(shares, at, held) for at in range(begin, first + len(own), held)]
+    return found
+
+
 def hash_chunks(
     token_ids: Iterable[int], chunk_size_tokens: int, *, salt: bytes = b""
 ) -> list[bytes]:

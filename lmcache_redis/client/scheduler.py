@@ -31,6 +31,7 @@ CANARY_SHARE = 0.02
 FIRST_CANARY_TOKENS = 16_384
 # Of an engine that shares across versions, the first hits that all are canaries.
 FIRST_COMPARED = 16
+_HELD_BACK = 0.25
 _MISS = m.LookupResult(0, 0)
 _LOST = m.Changes(0, (), lost=True)
 
@@ -295,12 +296,13 @@ class Canaries:
     No rule says that a name covers everything that decides KV; looking does. A canary is computed
     from its first token: what is computed behind a loaded prefix would inherit its faults. Each hit
     is one with the same probability, whatever came before, so that restarts make no difference.
-    draw: a number from 0 to below 1. first: beside them, so many hits at the start.
+    draw: a number from 0 to below 1. first: beside them, so many hits at the start. Hits behind
+    local tokens cannot be compared: meanwhile they are held back.
     """
 
     def __init__(self, draw: Callable[[], float] = random.random, *, first: int = 0) -> None:
         self._draw = draw
-        self._first = first
+        self._first = float(first)
         self._left_tokens = float(FIRST_CANARY_TOKENS)
 
     def computed(self, prompt_tokens: int) -> None:
@@ -309,12 +311,21 @@ class Canaries:
 
     def takes(self, hit_tokens: int, every: int) -> bool:
         """Whether a hit that can be loaded is a canary; one in ``every`` is, 0: none."""
-        if every and self._first:
+        if every and self._first > 0:
             self._first -= 1
             return True
         if not every or self._left_tokens < hit_tokens or self._draw() * every >= 1:
             return False
         self._left_tokens -= hit_tokens
+        return True
+
+    def holds_back(self, every: int) -> bool:
+        """Whether a hit behind local tokens is not loaded. Each counts a little: where all are
+        behind such tokens, the cache must not stay off.
+        """
+        if not every or self._first <= 0:
+            return False
+        self._first -= _HELD_BACK
         return True
 
 

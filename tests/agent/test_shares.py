@@ -361,10 +361,11 @@ def test_other_shares_are_another_layout(agent: AgentServer) -> None:
 
 def test_a_canary_compares_every_share(agent: AgentServer, redis_server: RedisServer) -> None:
     model = kv(4)
-    with ShardedEngine(agent.endpoint, 2, 4) as engine, ShardedEngine(agent.endpoint, 1, 4) as one:
+    with ShardedEngine(agent.endpoint, 2, 4) as engine:
         engine.fill(model, STORED)
         engine.store("r", HASHES, STORED)
         agent.wait_idle()
+    with ShardedEngine(agent.endpoint, 1, 4) as one:
         assert one.lookup("r", HASHES) == 256
         model[0, 5, 3] += 1  # a head of a block of the second chunk
         one.fill(model, LOADED)
@@ -373,10 +374,11 @@ def test_a_canary_compares_every_share(agent: AgentServer, redis_server: RedisSe
         assert compared.call.wait(60)
         assert agent.counter("compared_chunks") == 4
         assert agent.counter("differing_chunks") == 1
-        # All shares of it are gone, and what the other engine had in memory.
+        # All shares of it are gone, and what the other engine has left in memory.
         agent.wait_idle()
         assert values(redis_server) == 3 * 4
-        ControlClient(agent.endpoint).trust()
+    ControlClient(agent.endpoint).trust()
+    with ShardedEngine(agent.endpoint, 2, 4) as engine:
         assert engine.lookup("again", HASHES) == 64
 
 
@@ -388,9 +390,62 @@ def test_routers_learn_that_a_share_was_evicted(tmp_path: Path) -> None:
     ):
         watcher = removals.stored(engine, server)
         for number, name in enumerate(removals.NAMES):
+            share = sorted(removals.keys_of(server, name))[-1 - number]
             with server.client() as client:
-                client.pexpire(removals.keys_of(server, name)[number], 1)
+                # After a deletion the agent looks whether all are there.
+                client.pexpire(share, 1) if number else client.delete(share)
             watcher.wait(0, "redis", removals.NAMES[number + 1 :])
+
+
+def test_routers_of_every_size_learn_of_an_expired_share(tmp_path: Path) -> None:
+    """A share is the whole part of one engine, and a share of that of another."""
+    with (
+        RedisServer(tmp_path, args=("--notify-keyspace-events", "Egex")) as server,
+        AgentServer(tmp_path / "agent", server.unix_url) as agent,
+        ShardedEngine(agent.endpoint, 4, 4) as engine,
+        ShardedEngine(agent.endpoint, 1, 4) as one,
+    ):
+        watcher = removals.stored(engine, server)
+        other = removals.watched(one)
+        assert one.lookup("r", removals.HASHES) == 3 * 64
+        other.wait(0, "redis", removals.NAMES)
+        keys = sorted(removals.keys_of(server, removals.NAMES[0]))
+        with server.client() as client:
+            client.pexpire(keys[2], 1)
+        other.wait(0, "redis", removals.NAMES[1:])
+        watcher.wait(2, "redis", removals.NAMES[1:])
+        watcher.wait(1, "redis", removals.NAMES)
+
+
+def test_a_decoder_waits_for_the_shares_of_every_rank(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """Those of the second rank come later: the first share alone does not make a chunk."""
+    model, url = kv(4), redis_server.unix_url
+    options = {"lookup_deadline_s": 60.0}
+    with (
+        AgentServer(tmp_path / "prefill", url, **options) as agent,
+        ShardedEngine(agent.endpoint, 2, 4) as engine,
+    ):
+        engine.fill(model, STORED)
+        engine.store("p", HASHES, STORED)
+        agent.wait_idle()
+    with redis_server.client() as client:
+        keys = sorted(stripe_keys(client))
+        late = {key: client.get(key) for key in keys if key[22:26] >= b"\4\2\4\2"}
+        assert len(late) == len(keys) // 2
+        client.delete(*late)
+        with (
+            AgentServer(tmp_path / "decode", url, **options) as agent,
+            ShardedEngine(agent.endpoint, 1, 4) as one,
+        ):
+            one.scheduler.begin_lookup("r", one.chunks(HASHES), token_s=60.0, stored_tokens=256)
+            wait_until(lambda: agent.counter("probes"), "a load of a chunk that is not whole")
+            client.mset(late)
+            wait_until(lambda: one.scheduler.hit_tokens("r", wait_s=0.05) == 256, "a hit")
+            assert agent.counter("awaited_chunks") == 4
+            assert one.retrieve("r", HASHES, LOADED) == set()
+            assert one.holds(model, LOADED)
 
 
 def test_a_new_agent_is_filled_with_shares(tmp_path: Path, redis_server: RedisServer) -> None:
@@ -405,10 +460,12 @@ def test_a_new_agent_is_filled_with_shares(tmp_path: Path, redis_server: RedisSe
     with (
         AgentServer(tmp_path / "two", url, warm_bytes="1GiB") as agent,
         ShardedEngine(agent.endpoint, 1, 4) as engine,
+        ShardedEngine(agent.endpoint, 2, 4) as other,
     ):
         wait_until(lambda: agent.status()["warm"]["done"], "a filled host pool")
-        assert engine.lookup("r", HASHES) == 256
-        assert agent.counter("hit_chunks_host") == 4
+        wait_until(lambda: agent.status()["warm"]["chunks"] == 4 + 8, "both sizes")
+        assert engine.lookup("r", HASHES) == other.lookup("r", HASHES) == 256
+        assert agent.counter("hit_chunks_host") == 8
         assert engine.retrieve("r", HASHES, LOADED) == set()
         assert engine.holds(model, LOADED)
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from lmcache_redis.cache.sharing import SharingTier
-from lmcache_redis.chunks.keys import held_ranks, share_rank
+from lmcache_redis.chunks.cutting import equal_stripe_bytes
+from lmcache_redis.chunks.keys import held_ranks, overlapping_ranks, share_rank
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, ShareKeys, opaque_pages
 from lmcache_redis.errors import FormatError
 from lmcache_redis.testing.memory_tier import MemoryTier
@@ -82,6 +83,28 @@ def test_ranks_of_shares_that_are_held_together() -> None:
         ChunkForm.of(ChunkNames(), "m", share_rank(8, 0, 2), whole, 1 << 10, of_share=share)
 
 
+def test_workers_of_other_sizes_that_hold_a_share() -> None:
+    def spans(first: int, held: int, shares: int = 8) -> list[tuple[int, int]]:
+        found = overlapping_ranks(share_rank(shares, first, held))
+        own = [held_ranks(each) for each in found]
+        assert all(set(each) & set(held_ranks(share_rank(shares, first, held))) for each in own)
+        return [(each[0] >> 16 & 0xFF, len(each)) for each in own]
+
+    assert spans(5, 1) == [(5, 1), (4, 2), (4, 4), (0, 8)]
+    assert spans(4, 2) == [(4, 1), (5, 1), (4, 2), (4, 4), (0, 8)]
+    assert len(spans(0, 8)) == 8 + 4 + 2 + 1
+    assert spans(0, 1, 1) == [(0, 1)]
+    # Three stages of four shares: no rank holds shares of two, but that costs nothing.
+    assert {(4, 4), (4, 2), (5, 1)} <= set(spans(5, 1, 12))
+
+
+def test_stripes_of_one_size() -> None:
+    assert equal_stripe_bytes(3000, 1 << 10) == 1000
+    assert equal_stripe_bytes(4096, 1000) == 512
+    with pytest.raises(FormatError, match="no stripes of one size"):
+        equal_stripe_bytes(10_000_019, 1 << 20)
+
+
 def test_keys_of_shares_differ_in_their_rank_alone() -> None:
     keys = ShareKeys(PREFIX)
     alone = [form(number, 1).key(NAME) for number in range(SHARES)]
@@ -98,7 +121,7 @@ def test_keys_of_shares_differ_in_their_rank_alone() -> None:
 def test_what_one_size_has_stored_another_loads(tier: SharingTier) -> None:
     write = store(tier, LOW, payload(0, 2))
     assert write.stored_bytes == 0, "a tier that counts none"
-    assert load(tier, WHOLE)[0] is ReadOutcome.INCOMPLETE
+    assert load(tier, WHOLE)[0] is ReadOutcome.MISSING, "the others may be on their way"
     assert load(tier, HIGH)[0] is ReadOutcome.MISSING
     store(tier, HIGH, payload(2, 2))
     assert load(tier, WHOLE) == (ReadOutcome.LOADED, payload(0, 4))

@@ -45,3 +45,14 @@ def test_the_first_hits_may_all_be_canaries() -> None:
     taken = [canaries.takes(FIRST_CANARY_TOKENS + 1, 1000) for _ in range(5)]
     assert taken == [True] * 3 + [False] * 2
     assert not Canaries(lambda: 0.99).takes(1, 1000)
+
+
+def test_hits_that_cannot_be_compared_are_held_back_at_first() -> None:
+    canaries = Canaries(lambda: 0.99, first=2)
+    assert not canaries.holds_back(0), "no canaries at all"
+    assert canaries.takes(1, 1000)
+    held = [canaries.holds_back(1000) for _ in range(6)]
+    # Not for ever: all prompts may begin with a local system prompt.
+    assert held == [True] * 4 + [False] * 2
+    assert not canaries.takes(1, 1000)
+    assert not Canaries(lambda: 0.99).holds_back(1000)

@@ -216,3 +216,23 @@ def test_of_a_window_only_what_is_pinned_is_compared(
             for op in planned.ops if planned.compare else ():
                 compared[op.group] += op.hashes
     assert compared == {0: NAMES[:3], 1: NAMES[2:3]}
+
+
+def test_at_first_nothing_is_loaded_behind_local_tokens() -> None:
+    adapter = ScriptedAdapter()
+    adapter.tokens, adapter.canary_every = 3 * CHUNK, 1000
+    pool = BlockPool(num_gpu_blocks=128, enable_caching=True, hash_block_size=BLOCK)
+    references = BlockReferences(pool, world_size=1)
+    scheduler = make_scheduler(adapter, pool, references, first_compared=2)
+    cold = FakeRequest("cold")
+    assert scheduler.matched_tokens(cold, 0) == 0
+    scheduler.finished(cold)
+    blocks = list(range(1, 17))
+    computed_before(scheduler, pool, blocks, CHUNK)
+    loaded = []
+    for number in range(6):
+        request = FakeRequest(f"r{number}")
+        loaded.append(scheduler.matched_tokens(request, CHUNK))
+        assert scheduler.matched_tokens(request, CHUNK) == loaded[-1], "asked once more"
+        scheduler.finished(request)
+    assert loaded == [0] * 4 + [2 * CHUNK] * 2

@@ -1017,7 +1017,9 @@ def test_a_prefill_says_how_much_of_it_is_stored(scheduler: ScriptedScheduler) -
         ("known", params, {"lmcache_redis": {"stored_tokens": 2 * CHUNK}}),
         ("not stored", {**params, "lmcache_redis": {"store": False}}, nothing),
         ("not said", None, None),
+        ("held back", params, nothing),
     ]:
+        scheduler.adapter.names_before = name == "held back"
         request = FakeRequest(name, 2 * CHUNK + 20, kv_transfer_params=more)
         scheduler.matched_tokens(request, 0)
         scheduler.allocated(request, [], 0)

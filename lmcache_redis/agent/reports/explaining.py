@@ -91,7 +91,7 @@ class Explanations:
             names = [*own, *{_description(each): each for each in others}.values()]
             keys = [each.key(bytes.fromhex(miss.hash)) for each in names]
             done = posting(self._agent.loop, partial(answer, names, keys, is_all))
-            self._agent.redis.exists(keys, deadline_s + _ANSWER_S, done)
+            self._agent.redis.exist_whole(keys, deadline_s + _ANSWER_S, done)
 
         def answer(
             names: Sequence[PartNames], keys: Sequence[bytes], is_all: bool, result: ExistsResult

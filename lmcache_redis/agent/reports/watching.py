@@ -161,13 +161,11 @@ class Watches:
 
     def _removed_from_redis(self, keys: Iterable[bytes]) -> None:
         """keys: of chunks, or of shares of them."""
-        chunks = (each for key in keys for each in self._of_share.get(key, (key,)))
-        followed = [key for key in dict.fromkeys(chunks) if key in self._in_redis]
+        followed = self._followed(keys)
         self._pool.seen(self._levels[self._redis], followed, there=False)
 
     def _ask_redis(self, keys: Sequence[bytes]) -> None:
-        chunks = (each for key in keys for each in self._of_share.get(key, (key,)))
-        keys = [key for key in dict.fromkeys(chunks) if key in self._in_redis]
+        keys = self._followed(keys)
         first, rest = keys[:_CHUNKS_PER_QUESTION], keys[_CHUNKS_PER_QUESTION:]
         if not first or not self._watches:
             return
@@ -181,7 +179,14 @@ class Watches:
             self._ask_later([key for key, there in pairs if there is None])
             self._ask_redis(rest)
 
-        self._redis.exists(first, self._loop.now() + _QUESTION_S, posting(self._loop, answered))
+        self._redis.exist_whole(
+            first, self._loop.now() + _QUESTION_S, posting(self._loop, answered)
+        )
+
+    def _followed(self, keys: Iterable[bytes]) -> list[bytes]:
+        """The chunks that have these keys, or shares with them."""
+        chunks = (each for key in keys for each in (key, *self._of_share.get(key, ())))
+        return [key for key in dict.fromkeys(chunks) if key in self._in_redis]
 
     def _ask_later(self, keys: Sequence[bytes]) -> None:
         """About what was not known, all at once."""
@@ -199,7 +204,8 @@ class Watches:
             if tier == self._levels[self._redis]:
                 self._follow(key, there)
                 if len(self._in_redis) > _MOST_FOLLOWED:
-                    self._removed_from_redis([next(iter(self._in_redis))])
+                    oldest = next(iter(self._in_redis))
+                    self._pool.seen(self._levels[self._redis], (oldest,), there=False)
             for watch in self._watches.values():
                 watch.journal.note(key, letter, there)
                 self._answer_soon(watch)

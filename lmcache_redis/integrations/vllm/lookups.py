@@ -108,7 +108,8 @@ class PrefixLookups:
         # Chunks that the agent did not find are stored again, even if they are recent.
         first_miss = max(lookup.first_chunk, tokens // chunk_tokens)
         self._planner.missed(tracked.chunk_names()[first_miss:])
-        if self._is_canary(tracked, lookup, tokens) or tokens <= local_tokens:
+        is_compared = self._is_canary(tracked, lookup, tokens)
+        if is_compared or lookup.held_back or tokens <= local_tokens:
             return 0
         if local_tokens and not self._planner.provenance.ends_known(tracked, local_tokens):
             # What vLLM has of its prefix was not made under the names that it has now. Nothing is
@@ -127,6 +128,8 @@ class PrefixLookups:
         """
         pinned = self._client.pinned_tokens(tracked.request.request_id)
         if lookup.local_tokens or lookup.first_chunk or not pinned:
+            if lookup.canary_chunks is None and tokens > lookup.local_tokens:
+                lookup.held_back = self._canaries.holds_back(self._client.canary_every)
             lookup.canary_chunks = 0
         elif lookup.canary_chunks is None:
             every = self._client.canary_every

@@ -123,14 +123,15 @@ class RequestLookup:
     first_chunk: where it began. asked_s: when, until it is answered (`time.monotonic()`).
     local_tokens: computed locally when it was answered. canary_chunks: leading chunks to be
     compared; None: not decided. asked_again: vLLM was told to ask once more, because what it has of
-    the prefix was not known. load_began_s: when blocks were allocated for its load. loaded: the
-    tokens of this load, by tier.
+    the prefix was not known. held_back: what it has found is not loaded. load_began_s: when blocks
+    were allocated for its load. loaded: the tokens of this load, by tier.
     """
 
     first_chunk: int
     asked_s: float | None
     local_tokens: int = 0
     canary_chunks: int | None = None
+    held_back: bool = False
     asked_again: bool = False
     load_began_s: float = 0.0
     loaded: Mapping[str, int] = field(default_factory=dict)

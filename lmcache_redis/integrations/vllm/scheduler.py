@@ -293,7 +293,9 @@ class ConnectorScheduler:
         if not is_prefill(request):
             return None
         stored_tokens = 0
-        if tracked is not None and tracked.prefix is not None:
+        # What is held back at first (--store-after) may never be written.
+        is_written = not self._client.names_before
+        if is_written and tracked is not None and tracked.prefix is not None:
             stored_tokens = tracked.considered_chunks * tracked.chunk_tokens
         return {"lmcache_redis": {"stored_tokens": stored_tokens}}
 

@@ -29,7 +29,7 @@ ADVICE: Mapping[str, PairAdvice] = {
     "model": PairAdvice("the same name on the hub, or directories that are called alike"),
     "engine": PairAdvice(
         f"the same version of vLLM, or share_across_versions on both, {_CONNECTOR}: where the "
-        "version stays all the same, the pair says why"
+        "version stays all the same, vLLM's log says why"
     ),
     "transformers": PairAdvice(
         f"the same version of transformers, or share_across_versions on both, {_CONNECTOR}"

@@ -25,9 +25,7 @@ class Pair:
 
 
 PAIRS: Mapping[str, Pair] = {
-    "engine": Pair(
-        "the version of vLLM; with `share_across_versions` `any`, or also why the version stays"
-    ),
+    "engine": Pair("the version of vLLM; with `share_across_versions` `any`, unless it stays"),
     "transformers": Pair(
         "its version, or `any`: it prepares images, and has the code of some models"
     ),

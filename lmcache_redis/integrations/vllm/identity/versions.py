@@ -17,7 +17,7 @@ are mostly what others have stored, and loads none of them.
 
 The version stays where versions may differ by more than rounding: with quantized weights or KV,
 experts, latents, states, media, adapters, draft models, models of transformers, plugins of others,
-and layers that cannot be probed. One line of vLLM's log and the pair ``engine`` say why.
+and layers that cannot be probed. One line of vLLM's log says why.
 
 Block hashes are equal in all versions from 0.29 on, and with one PYTHONHASHSEED from 0.27 on, for
 the same ``--prefix-caching-hash-algo`` (``sha256``, ``sha256_cbor``). Prompts with a ``cache_salt``
@@ -34,7 +34,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import vllm
 import xxhash
 
 from lmcache_redis.errors import Unsupported
@@ -67,7 +66,7 @@ _DEFINITIONS = ("forward_native", "forward_static")
 
 
 def pairs_of_version(vllm_config: VllmConfig, unprobed: Sequence[str]) -> dict[str, str]:
-    """The pairs in the place of the version, or with it and the reason why it stays.
+    """The pairs in the place of the version; none if it stays, which is logged.
 
     unprobed: why layers could not be probed, if some could not.
     """
@@ -83,7 +82,7 @@ def pairs_of_version(vllm_config: VllmConfig, unprobed: Sequence[str]) -> dict[s
         logger.debug("the model cannot be read", exc_info=True)
         why = f"its model cannot be read ({type(error).__name__})"
     logger.warning("KV is not shared with other versions of vLLM: %s", why)
-    return {"engine": f"vllm {vllm.__version__}, which stays: {why}"}
+    return {}
 
 
 def _worker(vllm_config: VllmConfig) -> Any:
