@@ -406,6 +406,7 @@ def test_routers_of_every_size_learn_of_an_expired_share(tmp_path: Path) -> None
         ShardedEngine(agent.endpoint, 1, 4) as one,
     ):
         watcher = removals.stored(engine, server)
+        agent.wait_idle()
         other = removals.watched(one)
         assert one.lookup("r", removals.HASHES) == 3 * 64
         other.wait(0, "redis", removals.NAMES)

@@ -52,7 +52,7 @@ def test_what_never_comes_costs_at_most_the_time_of_computing(
     assert awaited.came(0) == 0
 
 
-def test_an_engine_that_has_not_measured_itself_waits_for_a_second() -> None:
+def test_an_engine_without_a_measure_waits_for_a_second() -> None:
     ended_s, _ = wait(AwaitedChunks(computing(0.0), 8, 3.0), lambda now_s: 0)
     assert 1.0 - NEAR_S <= ended_s <= 1.0
 

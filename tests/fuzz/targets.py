@@ -157,7 +157,12 @@ def _run_header(data: bytes, mutator: Mutator) -> str:
     stripe_bytes = offset // header.stripe_index if last and header.stripe_index else payload
     is_sealed = header.sealed_with is not None
     described = ChunkFrame(
-        header.fingerprint, header.chunk_hash, header.chunk_bytes, stripe_bytes, data[208:544]
+        header.fingerprint,
+        header.chunk_hash,
+        header.chunk_bytes,
+        stripe_bytes,
+        data[208:544],
+        header.share,
     )
     assert described.check_header(data, header.stripe_index, is_sealed).ok
     return ACCEPTED

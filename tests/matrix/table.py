@@ -120,20 +120,21 @@ def _span(versions: Sequence[str], some: Sequence[str]) -> str:
 
 
 def _without_engines(rows: list[Result]) -> Iterator[str]:
-    own = {row.vllm for row in rows if not _is_upgrade(row)}
+    own = {row.vllm for row in rows if not _is_shared(row)}
     versions = sorted(own, key=_numbers, reverse=True)
     found = {(row.vllm, row.case): row for row in rows}
     yield from _header("vLLM", ["settings, each with a verdict", "tests in its scheduler"])
     for version in versions:
         cells = [found.get((version, case)) for case in ("settings", "scheduler")]
         yield _line([version, *(_count(row) for row in cells)])
-    if upgrades := [f"{row.vllm} {row.case}: {_count(row)}" for row in rows if _is_upgrade(row)]:
+    if shared := [f"{row.vllm} {row.case}: {_count(row)}" for row in rows if _is_shared(row)]:
         yield ""
-        yield f"Tokens hit with `share_across_versions`: {'; '.join(sorted(upgrades))}."
+        yield f"Tokens hit across versions, and sizes: {'; '.join(sorted(shared))}."
 
 
-def _is_upgrade(row: Result) -> bool:
-    return row.case.startswith("of ")  # and the version that has stored them
+def _is_shared(row: Result) -> bool:
+    # The version that has stored them, or the sizes.
+    return row.case.startswith(("of ", "TP "))
 
 
 def _count(row: Result | None) -> str:

@@ -68,7 +68,7 @@ def test_rows_without_engines_have_a_table_of_their_own(tmp_path: Path) -> None:
     assert (
         "| 0.10.0, its Python over 0.9.0 | 1,001 | 7 |\n"
         "| 0.9.0 | **fails**: 2 without a verdict | not run |\n"
-        "\nTokens hit with `share_across_versions`: 0.9.0 of 0.8.0: 2,304.\n"
+        "\nTokens hit across versions, and sizes: 0.9.0 of 0.8.0: 2,304.\n"
     ) in text
 
 

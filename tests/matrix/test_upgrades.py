@@ -168,6 +168,23 @@ def test_a_version_hits_what_the_one_before_has_stored(
     assert "Traceback" not in agent.log
 
 
+def test_each_size_hits_what_the_other_has_stored(tmp_path: Path) -> None:
+    """TP 1, 2 and 1 again, each through a new agent; the second stores one prompt more."""
+    model, prompts, hits = write_model("llama", tmp_path / "model"), questions(3), 0
+    expected: list[list[int]] = []
+    with RedisServer(tmp_path) as server, agent_of(tmp_path, server.unix_url) as agent:
+        for number, (ranks, asked, known) in enumerate([(1, 2, 0), (2, 3, 2), (1, 3, 3)]):
+            log = tmp_path / f"{number}.log"
+            with engine(INSTALLED, model, agent, log, share_across_tp=True, ranks=ranks) as made:
+                answers, cached = ask(made, agent, prompts[:asked])
+            assert answers[: len(expected)] == expected
+            assert cached == [CHUNKS * CHUNK] * known + [0] * (asked - known)
+            expected, hits = answers, hits + sum(cached)
+            agent.restart()
+    record(INSTALLED, "TP 1, 2, 1", hits)
+    assert "Traceback" not in agent.log
+
+
 def test_a_kernel_that_is_wrong_is_found_at_the_first_hit(tmp_path: Path) -> None:
     """No name can tell. Of what others have stored, nothing is loaded."""
     model = write_model("llama", tmp_path / "model")
