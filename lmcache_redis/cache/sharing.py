@@ -72,10 +72,10 @@ class SharingTier:
         return None if None in found else all(found)
 
     def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
-        self.tier.scan([*map(self._keys.first, keys)], deadline, done)
+        self.tier.scan(self._keys.first_of_each(keys), deadline, done)
 
     def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
-        self.tier.exists([*map(self._keys.first, keys)], deadline, done)
+        self.tier.exists(self._keys.first_of_each(keys), deadline, done)
 
     def exist_whole(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
         """As `exists`, of all shares."""
@@ -85,7 +85,7 @@ class SharingTier:
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """Of a chunk in shares, the frame of the first."""
-        self.tier.describe([*map(self._keys.first, keys)], deadline, done)
+        self.tier.describe(self._keys.first_of_each(keys), deadline, done)
 
     def keys(self, prefix: bytes, deadline: float, limit: int) -> KeysResult:
         first = self._keys.first(prefix)

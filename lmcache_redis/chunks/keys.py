@@ -29,7 +29,7 @@ MAX_HASH_BYTES = 63
 MAX_MODEL_NAME_BYTES = 1024
 MAX_WORLD_SIZE = 0xFF
 # In the place of a local rank, which is below the size of a world.
-_TOGETHER = 0xFF
+HELD_TOGETHER = 0xFF
 INT_HASH_BYTES = 8
 CHUNK_HASH_BYTES = 32  # of `hash_chunks`
 
@@ -126,7 +126,7 @@ def share_rank(shares: int, share: int, held: int = 1) -> int:
     check_int("the shares that are held", held, 1, max(1, shares - share))
     if held == 1:
         return (shares << 8 | share) * 0x0001_0001
-    return shares << 24 | share << 16 | held << 8 | _TOGETHER
+    return shares << 24 | share << 16 | held << 8 | HELD_TOGETHER
 
 
 def share_of(kv_rank: int) -> int:
@@ -136,7 +136,7 @@ def share_of(kv_rank: int) -> int:
 
 def held_ranks(kv_rank: int) -> list[int]:
     """The kv_rank of each share that is held together; any other one is its own."""
-    if kv_rank & 0xFF != _TOGETHER:
+    if kv_rank & 0xFF != HELD_TOGETHER:
         return [kv_rank]
     shares, first, held, _ = kv_rank.to_bytes(4, "big")
     if not 1 < held <= shares - first:

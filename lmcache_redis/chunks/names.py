@@ -28,6 +28,7 @@ import msgspec
 from lmcache_redis.chunks.cutting import equal_stripe_bytes, stripe_payload_bytes
 from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.chunks.keys import (
+    HELD_TOGETHER,
     KEY_MAGIC,
     NAMESPACE_BYTES,
     ObjectKey,
@@ -51,6 +52,7 @@ _CLAIM_MAGIC = KEY_MAGIC + b"claim:"
 _ACCOUNT_MAGIC = KEY_MAGIC + b"tenant:"
 _STRIPE_INDEX = struct.Struct(">H")
 _RANK_BYTES = 4
+_TOGETHER = bytes((HELD_TOGETHER,))
 
 
 def key_stem(
@@ -267,6 +269,13 @@ class ShareKeys:
             return (key,)
         before, behind = key[: self._at], key[self._at + _RANK_BYTES :]
         return [before + rank + behind for rank in ranks]
+
+    def first_of_each(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """`first` of these. Cheap if none has shares: lookups ask about hundreds."""
+        last = slice(self._at + _RANK_BYTES - 1, self._at + _RANK_BYTES)
+        if _TOGETHER not in {key[last] for key in keys}:
+            return keys
+        return [self.first(key) for key in keys]
 
     def first(self, key: bytes) -> bytes:
         """The first of these."""

@@ -114,6 +114,9 @@ def test_keys_of_shares_differ_in_their_rank_alone() -> None:
     for key in (*alone, WHOLE.names.common, PREFIX, b""):
         assert [*keys.of(key)] == [key]
         assert keys.first(key) is key
+    assert keys.first_of_each(alone) is alone
+    mixed = [alone[1], HIGH.key(NAME), PREFIX]
+    assert keys.first_of_each(mixed) == [alone[1], alone[2], PREFIX]
     # Also of what begins keys.
     assert keys.of(HIGH.stem(32)) == [form(number, 1).stem(32) for number in (2, 3)]
 
