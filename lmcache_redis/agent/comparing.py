@@ -27,7 +27,7 @@ from lmcache_redis.agent.jobs import StoreJob
 from lmcache_redis.agent.peers import CANARIES_AGAIN
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.threads import posting
-from lmcache_redis.chunks.keys import overlapping_ranks
+from lmcache_redis.chunks.keys import held_ranks, overlapping_ranks
 from lmcache_redis.device.distance import Distance, far_apart, part_distance
 from lmcache_redis.device.layout import KVLayout
 
@@ -102,9 +102,12 @@ class CompareJob(StoreJob):
         self._cache.metrics.count("differing_chunks")
         self._cache.remove(form.key(chunk_hash), cached.form.stripe_count)
         # Engines of other sizes have the same shares in entries of their own, here or on disk.
-        for kv_rank in overlapping_ranks(form.kv_rank) if form.shares is not None else ():
-            if kv_rank != form.kv_rank:
-                self._cache.remove(replace(form, kv_rank=kv_rank).key(chunk_hash))
+        if form.shares is not None:
+            stripes = cached.form.stripe_count // form.shares.count  # of a share
+            for kv_rank in overlapping_ranks(form.kv_rank):
+                if kv_rank != form.kv_rank:
+                    key = replace(form, kv_rank=kv_rank).key(chunk_hash)
+                    self._cache.remove(key, stripes * len(held_ranks(kv_rank)))
         if chunk >= len(self._hashes) - self._question.client_named:
             if self._agent.trust.differed_by_name(form.fingerprint):
                 logger.warning(
