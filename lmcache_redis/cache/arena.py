@@ -52,10 +52,10 @@ class Arena:
     """Anonymous private memory cut into page-aligned slots of one size. A unit is a slot.
 
     A block is a tuple of slot numbers. A slot has one stripe, or as many as fit (shares are small).
-    `take` and `give_back` are for one thread.
-    The arena is spread over all NUMA nodes (`numa_nodes`), unless numactl or a cpuset says
-    otherwise. slot_bytes: usable; the stride is rounded up to a page. Raises ValueError if not even
-    one slot fits, and OSError if the address space cannot be allocated.
+    `take` and `give_back` are for one thread. The arena is spread over all NUMA nodes
+    (`numa_nodes`), unless numactl or a cpuset says otherwise. slot_bytes: usable; the stride is
+    rounded up to a page. Raises ValueError if not even one slot fits, and OSError if the address
+    space cannot be allocated.
     """
 
     def __init__(self, size_bytes: int, slot_bytes: int) -> None:
@@ -131,9 +131,10 @@ class Arena:
         if stripe_bytes > self.slot_bytes:
             raise IndexError(f"stripes of {stripe_bytes} bytes in slots of {self.slot_bytes}")
         memory, stride = self._view, self.slot_stride_bytes
-        in_slot = [number * stripe_bytes for number in range(self._per_slot(stripe_bytes))]
-        places = [slot * stride + at for slot in block for at in in_slot]
         stripes = -(-chunk_bytes // stripe_bytes)
+        per_slot = min(stripes, self._per_slot(stripe_bytes))
+        in_slot = [number * stripe_bytes for number in range(per_slot)]
+        places = [slot * stride + at for slot in block for at in in_slot]
         views = [memory[at : at + stripe_bytes] for at in places[:stripes]]
         views[-1] = views[-1][: chunk_bytes - (stripes - 1) * stripe_bytes]
         return views
