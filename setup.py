@@ -20,6 +20,7 @@ STABLE_ABI = sys.version_info >= (3, 11)
 SOURCES = {
     "_moves": ("module", "moves", "header", "xxh3", "packing", "tiles"),
     "_guard": ("guard",),
+    "_copies": ("copies",),
     "_packing": ("packing_module", "packing", "tiles"),
 }
 HEADERS = ("moves", "header", "xxh3", "packing", "tiles")

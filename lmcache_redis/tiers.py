@@ -145,7 +145,8 @@ class NumbersResult(NamedTuple):
 class ChunkIO:
     """One chunk to read into slots, or to write from them.
 
-    key: the chunk key, without a stripe index. frame: the frame of its stripes. slots: one
+    key: the chunk key, without a stripe index. frame: of its stripes, or of those of its first
+    share. slots: one
     contiguous memoryview for each stripe, of exactly its payload's size, writable for a read; they
     belong to the tier from the call until `done`. deadline: of the owner's clock. tag: for
     the caller's use. is_asked_for: a load is a use of the chunk, so its TTL may start again.
@@ -163,6 +164,11 @@ class ChunkIO:
     tenant: bytes = b""
     stored_bytes: int = 0
     shares: Shares | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the payload."""
+        return self.frame.chunk_bytes * (1 if self.shares is None else self.shares.count)
 
     def check(self, writable: bool) -> None:
         """Raises ValueError unless there is one slot of the right size for every stripe."""

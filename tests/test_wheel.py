@@ -106,7 +106,7 @@ def test_one_file_serves_every_python(wheel: Path) -> None:
         assert len(native) == 3
         return
     assert "-cp311-abi3-linux_" in wheel.name
-    names = ("_guard", "_moves", "_packing")
+    names = ("_copies", "_guard", "_moves", "_packing")
     assert sorted(native) == [f"{PACKAGE}/native/{name}.abi3.so" for name in names]
 
 

@@ -80,7 +80,8 @@ def count(shape: Shape, direct_copy_bytes: int, *, batches: bool, scatter: bool)
     stripes = -(-chunk_bytes // STRIPE_BYTES)
     pool = memoryview(bytearray(stripes << 20))
     slots = [pool[n << 20 : (n << 20) + STRIPE_BYTES] for n in range(stripes)]
-    call = CopyCall([ChunkCopy(list(range(0, 2 * BLOCKS, 2)), slots)], STRIPE_BYTES)
+    slots[-1] = slots[-1][: chunk_bytes - (stripes - 1) * STRIPE_BYTES]
+    call = CopyCall([ChunkCopy(list(range(0, 2 * BLOCKS, 2)), slots)])
     with _counting(calls, batches=batches):
         gpu: Gpu = Gpus(direct_copy_bytes, np.zeros_like).at(_UUID)
         moves = moves_of(layout, [Storage(1 << 40, shape.segments * each)], gpu)

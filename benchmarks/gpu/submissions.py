@@ -141,9 +141,9 @@ def main() -> None:
     ]
     stripes = -(-CHUNK_BYTES // STRIPE_BYTES)
     host = mmap.mmap(-1, count * stripes * _SLOT_BYTES)
-    slots = [
-        memoryview(host)[at : at + STRIPE_BYTES] for at in range(0, len(host), _SLOT_BYTES)
-    ]  # of all GPUs
+    last_bytes = CHUNK_BYTES - (stripes - 1) * STRIPE_BYTES
+    sizes = ([STRIPE_BYTES] * (stripes - 1) + [last_bytes]) * count  # of all GPUs
+    slots = [memoryview(host)[n * _SLOT_BYTES :][:size] for n, size in enumerate(sizes)]
     driver.set_context(driver.retain_context(0))
     driver.pin(address_of(host), len(host))
     print(f"{driver.device_name(0)}, driver {driver.driver_version()}, {CALLS} calls")
@@ -158,9 +158,7 @@ def main() -> None:
             calls = [
                 partial(
                     getattr(device, direction),
-                    CopyCall(
-                        [ChunkCopy(ids, slots[n * stripes : (n + 1) * stripes])], STRIPE_BYTES
-                    ),
+                    CopyCall([ChunkCopy(ids, slots[n * stripes : (n + 1) * stripes])]),
                 )
                 for n, device in enumerate(devices)
             ]

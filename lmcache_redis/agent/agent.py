@@ -91,14 +91,7 @@ class Agent:
         keys = plane.options.seal_keys
         peers = Peers(b"" if keys is None else keys.tenants)
         of_redis = limit_bytes, config.op_timeout_s, refresh_s, peers.tenants
-        redis = SharingTier(plane, config.key_prefix)
-        backings = [
-            replace(each, tier=SharingTier(each.tier, config.key_prefix))
-            if each.kind.is_shared
-            else each
-            for each in more
-        ]
-        backings.append(Backing(redis, REDIS, *of_redis))
+        backings = [*more, Backing(plane, REDIS, *of_redis)]
         disk = None
         if config.disk_path is not None:
             # At most half of a lookup's time is for the disk; the rest is for Redis.
@@ -110,6 +103,8 @@ class Agent:
                 in_background=True,
             )
             backings.insert(0, Backing(disk, DISK, limit_bytes))
+        tiers = [SharingTier(each.tier, config.key_prefix) for each in backings]
+        backings = [replace(each, tier=tier) for each, tier in zip(backings, tiers, strict=True)]
         wakeup = Wakeup()
         loop = OwnerLoop(wakeup.set, now)
         if config.tenant_bytes is not None:
@@ -127,7 +122,7 @@ class Agent:
             loop,
             arena,
             plane,
-            redis,
+            tiers[-1],
             disk,
             cache,
             copies,

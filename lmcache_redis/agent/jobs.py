@@ -150,8 +150,8 @@ class CopyJob(ABC):
             block_ids = question.block_ids[first : first + per_chunk]
             skip_blocks = min(max(0, self._skip_blocks - first), per_chunk)
             copies.append(ChunkCopy(block_ids, self._cache.views(entry), skip_blocks))
-        stripe_bytes, lease_ns = self._form.stripe_payload_bytes, question.lease_ns
-        call = CopyCall(copies, stripe_bytes, question.group, question.after, lease_ns)
+        lease_ns = question.lease_ns
+        call = CopyCall(copies, question.group, question.after, lease_ns)
         self._agent.copies.put(
             self._kind,
             self._registration.place,

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from lmcache_redis.native import numa
@@ -35,8 +36,8 @@ class PoolMemory(Protocol):
 
     capacity: int
 
-    def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
-        """The units that a chunk takes if it is split into stripes of that size."""
+    def units(self, sizes: Sequence[int]) -> int:
+        """The units that a chunk takes whose stripes have these sizes."""
 
     def take(self, units: int) -> Any:
         """A block with undefined contents. Raises MemoryError."""
@@ -44,14 +45,14 @@ class PoolMemory(Protocol):
     def give_back(self, block: Any) -> None:
         """Free a block, whose views are no longer used."""
 
-    def views(self, block: Any, chunk_bytes: int, stripe_bytes: int) -> list[memoryview]:
+    def views(self, block: Any, sizes: Sequence[int]) -> list[memoryview]:
         """The chunk's stripes in its block, each a writable view of exactly its bytes."""
 
 
 class Arena:
     """Anonymous private memory cut into page-aligned slots of one size. A unit is a slot.
 
-    A block is a tuple of slot numbers. A slot has one stripe, or as many as fit (shares are small).
+    A block is a tuple of slot numbers. A slot has one stripe, or several small ones.
     `take` and `give_back` are for one thread. The arena is spread over all NUMA nodes
     (`numa_nodes`), unless numactl or a cpuset says otherwise. slot_bytes: usable; the stride is
     rounded up to a page. Raises ValueError if not even one slot fits, and OSError if the address
@@ -111,11 +112,8 @@ class Arena:
         finally:
             self.prefaulted_bytes = self.size_bytes
 
-    def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
-        return -(-chunk_bytes // (self._per_slot(stripe_bytes) * stripe_bytes))
-
-    def _per_slot(self, stripe_bytes: int) -> int:
-        return max(1, self.slot_bytes // stripe_bytes)
+    def units(self, sizes: Sequence[int]) -> int:
+        return _placed(tuple(sizes), self.slot_bytes)[0]
 
     def take(self, units: int) -> tuple[int, ...]:
         block = tuple(self._free[: -units - 1 : -1])
@@ -125,19 +123,11 @@ class Arena:
     def give_back(self, block: tuple[int, ...]) -> None:
         self._free.extend(block)
 
-    def views(
-        self, block: tuple[int, ...], chunk_bytes: int, stripe_bytes: int
-    ) -> list[memoryview]:
-        if stripe_bytes > self.slot_bytes:
-            raise IndexError(f"stripes of {stripe_bytes} bytes in slots of {self.slot_bytes}")
+    def views(self, block: tuple[int, ...], sizes: Sequence[int]) -> list[memoryview]:
         memory, stride = self._view, self.slot_stride_bytes
-        stripes = -(-chunk_bytes // stripe_bytes)
-        per_slot = min(stripes, self._per_slot(stripe_bytes))
-        in_slot = [number * stripe_bytes for number in range(per_slot)]
-        places = [slot * stride + at for slot in block for at in in_slot]
-        views = [memory[at : at + stripe_bytes] for at in places[:stripes]]
-        views[-1] = views[-1][: chunk_bytes - (stripes - 1) * stripe_bytes]
-        return views
+        places = _placed(tuple(sizes), self.slot_bytes)[1]
+        starts = [block[slot] * stride + at for slot, at in places]
+        return [memory[at : at + size] for at, size in zip(starts, sizes, strict=True)]
 
     def close(self) -> None:
         """Release the memory, at once or when its last view is gone. Idempotent."""
@@ -145,3 +135,24 @@ class Arena:
         # Views keep the mapping alive; the last one releases it.
         with contextlib.suppress(BufferError):
             self._mmap.close()
+
+
+@functools.lru_cache(maxsize=256)
+def _placed(sizes: tuple[int, ...], slot_bytes: int) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """How many slots stripes of these sizes take; for each its slot, and where it begins there.
+
+    The largest are placed first, each into the first slot where it fits. Raises IndexError if one
+    is larger than a slot.
+    """
+    used: list[int] = []  # of each slot, in bytes
+    places: dict[int, tuple[int, int]] = {}
+    for stripe in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+        size = sizes[stripe]
+        if size > slot_bytes:
+            raise IndexError(f"a stripe of {size} bytes in slots of {slot_bytes}")
+        fits = (slot for slot, nbytes in enumerate(used) if nbytes + size <= slot_bytes)
+        if (slot := next(fits, len(used))) == len(used):
+            used.append(0)
+        places[stripe] = slot, used[slot]
+        used[slot] += size
+    return len(used), tuple(places[stripe] for stripe in range(len(sizes)))

@@ -119,12 +119,11 @@ class Cache:
 
     def units(self, form: ChunkForm) -> int:
         """The units of the pool's memory that a chunk takes."""
-        return self.pool.memory.units(form.chunk_bytes, form.stripe_payload_bytes)
+        return self.pool.memory.units(form.stripe_sizes)
 
     def views(self, entry: Entry) -> list[memoryview]:
         """The entry's memory as one view per stripe, each of exactly the stripe's bytes."""
-        form = entry.form
-        return self.pool.memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
+        return self.pool.memory.views(entry.block, entry.form.stripe_sizes)
 
     def publish(self, entry: Entry) -> bool:
         """A reserved entry is filled, and found from now on. False: it was discarded meanwhile."""
@@ -217,7 +216,7 @@ class Cache:
         level, now_s = loads[0].level, self.owner.now()
         for load in loads:
             load.begun_s = now_s
-            self.rates[level].begun(load.frame.chunk_bytes, now_s)
+            self.rates[level].begun(load.nbytes, now_s)
         try:
             self.tiers[level].load_all(loads, posting(self.owner, self._loaded))
         except BaseException:
@@ -250,7 +249,7 @@ class Cache:
         if outcome is ReadOutcome.LOADED:
             self.pool.seen(load.level, (entry.key,))
             self.metrics.count(counters.loaded_chunks)
-            self.metrics.count(counters.loaded_bytes, load.frame.chunk_bytes)
+            self.metrics.count(counters.loaded_bytes, load.nbytes)
             if self.publish(entry) and load.level and load.is_asked_for:
                 self.write_behind(entry, levels=load.level)
             return
@@ -269,7 +268,7 @@ class Cache:
             self.rates[load.level],
             self.backings[load.level].counters,
         )
-        rate.ended(load.frame.chunk_bytes, now_s, arrived=arrived)
+        rate.ended(load.nbytes, now_s, arrived=arrived)
         if arrived:
             self.metrics.observe(counters.load_seconds, now_s - load.begun_s)
             self.metrics.observe(counters.load_rate, rate.per_second())

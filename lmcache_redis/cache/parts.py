@@ -397,8 +397,7 @@ class LookupParts:
             level = self.level_of(state)
             # Parts of one lookup have about as many stripes as each other.
             if batch and (
-                len(batch) * batch[-1].frame.stripe_count >= _BATCH_STRIPES
-                or batch[0].level != level
+                len(batch) * len(batch[-1].slots) >= _BATCH_STRIPES or batch[0].level != level
             ):
                 begun, batch = batch, []
                 self._cache.begin_loads(begun)

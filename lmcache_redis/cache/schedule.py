@@ -56,10 +56,6 @@ class PendingWrite(ChunkIO):
     questions: int = 0
     rank: tuple[int, int] = (0, 0)
 
-    @property
-    def nbytes(self) -> int:
-        return self.frame.chunk_bytes
-
 
 class WriteScheduler:
     """The writes of one tier that have not begun, and how many may.

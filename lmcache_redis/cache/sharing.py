@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier that engines of other sizes use: in it each share of a chunk is a chunk of its own.
+"""A tier in which each share of a chunk is a chunk of its own, for engines of other sizes.
 
     of the cache            kv_rank "shares 4 to 7 of 8", in the memory of one entry
     of the tier             kv_rank "share 4 of 8", …, "share 7 of 8", a part of that memory each
@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
-from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.chunks.names import ShareKeys
 from lmcache_redis.tiers import (
     CallOutcome,
@@ -176,19 +176,11 @@ class SharingTier:
         """The transfers of a job's shares; of one that has none, itself."""
         if job.shares is None or job.shares.count < 2:
             return (job,)
-        whole, frame = _Whole(job), job.frame
-        stripes = frame.stripe_count // job.shares.count
+        whole, stripes = _Whole(job), job.frame.stripe_count
         shares = self._in_flight[job] = [
             ChunkIO(
                 key,
-                ChunkFrame(
-                    frame.fingerprint,
-                    frame.chunk_hash,
-                    frame.chunk_bytes // job.shares.count,
-                    frame.stripe_payload_bytes,
-                    job.shares.metadata,
-                    1 + job.shares.first + number,
-                ),
+                replace(job.frame, share=job.frame.share + number),
                 job.slots[number * stripes : (number + 1) * stripes],
                 job.deadline,
                 whole,

@@ -273,7 +273,7 @@ class WriteBehind:
             claim_s, ask_s = self.schedule.claim_s(), self._backing.ask_timeout_s
             until_s = self._owner.now() + ask_s + claim_s * _CLAIM_USED
             tier.refresh(
-                [(each.key, each.frame.stripe_count) for each in writes],
+                [(each.key, len(each.slots)) for each in writes],
                 self._owner.now() + ask_s,
                 posting(self._owner, partial(self._asked, writes, until_s)),
                 ask_s + claim_s,
@@ -472,7 +472,7 @@ class WriteBehind:
     def _add(self, entry: Entry, timeout_s: float) -> PendingWrite:
         form, memory = entry.form, self._pool.memory
         frame = form.frame(entry.chunk_hash)
-        views = memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
+        views = memory.views(entry.block, form.stripe_sizes)
         write = PendingWrite(entry.key, frame, views, self._owner.now() + timeout_s, entry=entry)
         write.shares = form.shares
         if (account := self._backing.account) is not None:

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from lmcache_redis.chunks.frame import HEADER_BYTES, MAX_STRIPES, pieces
-from lmcache_redis.errors import FormatError
+from lmcache_redis.chunks.frame import HEADER_BYTES, pieces
 
 _ALIGN_BYTES = 64
 # What a server adds to a string of many bytes.
@@ -31,18 +30,6 @@ def stripe_payload_bytes(chunk_bytes: int, slot_bytes: int) -> int:
         return (count - 1) * _taken_bytes(size) + _taken_bytes(last)
 
     return min(sizes, key=memory_bytes)
-
-
-def equal_stripe_bytes(chunk_bytes: int, slot_bytes: int) -> int:
-    """Payload bytes of every stripe: the fewest of one size that fit the slots.
-
-    Raises FormatError if they are too many.
-    """
-    first = pieces(chunk_bytes, slot_bytes)
-    for count in range(first, MAX_STRIPES + 1):
-        if chunk_bytes % count == 0:
-            return chunk_bytes // count
-    raise FormatError(f"{chunk_bytes} bytes have no stripes of one size of at most {slot_bytes}")
 
 
 def _taken_bytes(payload_bytes: int) -> int:

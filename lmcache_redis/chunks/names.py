@@ -25,7 +25,7 @@ from typing import Literal
 
 import msgspec
 
-from lmcache_redis.chunks.cutting import equal_stripe_bytes, stripe_payload_bytes
+from lmcache_redis.chunks.cutting import stripe_payload_bytes
 from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.chunks.keys import (
     HELD_TOGETHER,
@@ -242,14 +242,15 @@ def opaque_pages(nbytes: int) -> RemoteMetadata:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The shares that a chunk consists of, of equal size, each of whole stripes.
+    """The shares that a chunk consists of, of equal size, each cut into stripes as a chunk is.
 
-    first: the number of the first one. metadata: of one share, serialized.
+    first: the number of the first one. metadata: of one share, serialized. share_bytes: of each.
     """
 
     first: int
     count: int
     metadata: bytes
+    share_bytes: int
 
 
 class ShareKeys:
@@ -297,7 +298,8 @@ def _held_ranks(rank: bytes) -> list[bytes]:
 class ChunkForm(PartNames):
     """What one worker's chunks, or their parts of one group, share. metadata: serialized.
 
-    shares: if the chunks are cut into shares.
+    stripe_payload_bytes: of every stripe but the last one of the chunk, or of each share. shares:
+    if the chunks are cut into shares.
     """
 
     chunk_bytes: int
@@ -320,17 +322,15 @@ class ChunkForm(PartNames):
         of_share: the metadata of each share, if they are cut into shares.
         """
         shares = None
-        if of_share is None:
-            stripe_bytes = stripe_payload_bytes(metadata.length, slot_bytes)
-        else:
-            stripe_bytes = equal_stripe_bytes(of_share.length, slot_bytes)
-            ranks = held_ranks(kv_rank)
-            shares = Shares(share_of(ranks[0]), len(ranks), of_share.serialize())
-            if shares.count * of_share.length != metadata.length:
+        if of_share is not None:
+            ranks, share_bytes = held_ranks(kv_rank), of_share.length
+            shares = Shares(share_of(ranks[0]), len(ranks), of_share.serialize(), share_bytes)
+            if shares.count * share_bytes != metadata.length:
                 raise FormatError(
-                    f"{shares.count} shares of {of_share.length} bytes are no chunk of "
+                    f"{shares.count} shares of {share_bytes} bytes are no chunk of "
                     f"{metadata.length}"
                 )
+        stripe_bytes = stripe_payload_bytes((of_share or metadata).length, slot_bytes)
         form = ChunkForm(
             names, model_name, kv_rank, metadata.length, stripe_bytes, metadata.serialize(),
             shares, reach=reach,
@@ -339,18 +339,25 @@ class ChunkForm(PartNames):
         form.key(bytes(32))
         return form
 
+    @functools.cached_property
+    def stripe_sizes(self) -> tuple[int, ...]:
+        """The payload bytes of the stripes of one chunk, and so of its slots."""
+        whole = self.chunk_bytes if self.shares is None else self.shares.share_bytes
+        starts = range(0, whole, self.stripe_payload_bytes)
+        sizes = [min(self.stripe_payload_bytes, whole - start) for start in starts]
+        return tuple(sizes) * (self.chunk_bytes // whole)
+
     @property
     def stripe_count(self) -> int:
         """Stripes, and so slots, of one chunk."""
-        return -(-self.chunk_bytes // self.stripe_payload_bytes)
+        return len(self.stripe_sizes)
 
     def frame(self, chunk_hash: bytes) -> ChunkFrame:
+        """Of the stripes of a chunk, or of its first share."""
+        size, fingerprint = self.stripe_payload_bytes, self.fingerprint
+        if (shares := self.shares) is None:
+            return ChunkFrame(fingerprint, chunk_hash, self.chunk_bytes, size, self.metadata)
+        # All shares have one fingerprint: the number tells a share from the others.
         return ChunkFrame(
-            self.fingerprint,
-            chunk_hash,
-            self.chunk_bytes,
-            self.stripe_payload_bytes,
-            self.metadata,
-            # One that is stored alone is told from the others.
-            1 + self.shares.first if self.shares is not None and self.shares.count == 1 else 0,
+            fingerprint, chunk_hash, shares.share_bytes, size, shares.metadata, 1 + shares.first
         )

@@ -8,9 +8,8 @@ and unmaps. After the engine has died, CPU memory stays usable because the mappi
 calls on CUDA memory raise DeviceError.
 
 The bytes of a chunk are segment-major: all pages of segment 0 in token order, then all of segment
-1, and so on. They are cut into stripes of ``stripe_payload_bytes`` (the last may be shorter), and
-stripe ``i`` fills slot ``i`` from its start. The same plan serves both directions: a gather copies
-from the device to slots, a scatter from slots to the device.
+1, and so on. They fill the chunk's slots, which are its stripes, one after the other. The same plan
+serves both directions: a gather copies from the device to slots, a scatter from slots to it.
 
 `CopyPlanner` lists the copies of a chunk. A GPU has a table for its kernels too (`table`).
 """
@@ -53,8 +52,8 @@ class CopyArrays(NamedTuple):
 class ChunkCopy(NamedTuple):
     """One chunk of a call.
 
-    block_ids: in token order. slots: writable memoryviews of bytes, one for each stripe, at least
-    as long as the stripe's payload. skip_blocks: how many of the first blocks a scatter leaves.
+    block_ids: in token order. slots: writable memoryviews of bytes, one for each stripe, together
+    as long as the chunk. skip_blocks: how many of the first blocks a scatter leaves.
     """
 
     block_ids: Sequence[int]
@@ -72,7 +71,6 @@ class CopyCall(NamedTuple):
     """
 
     chunks: Sequence[ChunkCopy]
-    stripe_payload_bytes: int
     group: int = 0
     after: int | None = None
     until_ns: int | None = None
@@ -145,7 +143,7 @@ class DeviceContext(ABC):
         """
         for chunk in call.chunks:
             chunk_bytes = len(chunk.block_ids) * self._block_bytes[call.group]
-            check_slots(chunk.slots, chunk_bytes, call.stripe_payload_bytes)
+            check_slots([slot.nbytes for slot in chunk.slots], chunk_bytes)
         with self._changed:
             if self._is_ended:
                 raise DeviceError("the worker's KV cache is no longer mapped")
@@ -182,41 +180,37 @@ class CopyPlanner:
         self._shape = functools.lru_cache(_KEPT_SHAPES)(functools.partial(_make_shape, segments))
 
     def copies(
-        self, block_ids: Sequence[int], stripe_payload_bytes: int, skip_blocks: int = 0
+        self, block_ids: Sequence[int], slot_bytes: Sequence[int], skip_blocks: int = 0
     ) -> list[Copy]:
         """As `arrays`, one by one."""
-        arrays = self.arrays(block_ids, stripe_payload_bytes, skip_blocks)
+        arrays = self.arrays(block_ids, slot_bytes, skip_blocks)
         columns = [column.tolist() for column in arrays]
         return list(zip(*columns, strict=True))
 
     def arrays(
-        self, block_ids: Sequence[int], stripe_payload_bytes: int, skip_blocks: int = 0
+        self, block_ids: Sequence[int], slot_bytes: Sequence[int], skip_blocks: int = 0
     ) -> CopyArrays:
         """The copies of one chunk, in chunk order.
 
         A run of adjacent blocks is one copy if their pages are adjacent. No copy crosses the end of
-        a stripe.
+        a slot.
 
-        block_ids: the chunk's blocks in token order; repetitions are allowed. stripe_payload_bytes:
-        chunk bytes in each slot except the last. skip_blocks: leading blocks whose copies are left
-        out. Raises DeviceError if an id, a size or a count is out of bounds.
+        block_ids: the chunk's blocks in token order; repetitions are allowed. slot_bytes: of each
+        slot. skip_blocks: leading blocks whose copies are left out. Raises DeviceError if an id, a
+        size or a count is out of bounds.
         """
         ids = checked_ids(block_ids, self._num_blocks)
-        chunk_bytes = len(ids) * self._block_bytes
-        if chunk_bytes > _MAX_BYTES or not 0 < stripe_payload_bytes <= _MAX_BYTES:
-            raise DeviceError(
-                f"a chunk of {chunk_bytes} bytes cannot have stripes of {stripe_payload_bytes}"
-            )
+        check_slots(slot_bytes, len(ids) * self._block_bytes)
         if not 0 <= skip_blocks <= len(ids):
             raise DeviceError(f"a chunk of {len(ids)} blocks cannot skip {skip_blocks}")
         follows = (ids[1:] == ids[:-1] + 1).tobytes()
-        copies, block, stride = self._shape(len(ids), follows, stripe_payload_bytes, skip_blocks)
+        copies, block, stride = self._shape(len(ids), follows, tuple(slot_bytes), skip_blocks)
         storage, offset, slot, slot_offset, nbytes = copies
         return CopyArrays(storage, offset + ids[block] * stride, slot, slot_offset, nbytes)
 
 
 def _make_shape(
-    segments: _Int64s, n_blocks: int, follows: bytes, stripe_payload_bytes: int, skip_blocks: int
+    segments: _Int64s, n_blocks: int, follows: bytes, slot_bytes: tuple[int, ...], skip_blocks: int
 ) -> _Shape:
     """The plan of a chunk. segments: a row each. follows[k]: block k + 1 is adjacent to block k."""
     blocks = np.arange(skip_blocks, n_blocks, dtype=np.int64)
@@ -241,22 +235,23 @@ def _make_shape(
     begin = before[segment] + block * page_bytes[segment]
     nbytes = count * page_bytes[segment]
 
-    # Cut the pieces where a stripe ends.
-    first = begin // stripe_payload_bytes
-    parts = (begin + nbytes - 1) // stripe_payload_bytes - first + 1
+    # Cut the pieces where a slot ends.
+    ends = np.cumsum(np.array(slot_bytes, dtype=np.int64))
+    slot_begins = ends - slot_bytes
+    first = np.searchsorted(ends, begin, side="right")
+    parts = np.searchsorted(ends, begin + nbytes, side="left") - first + 1
     piece = np.arange(len(begin)).repeat(parts)
     part = np.arange(len(piece)) - (np.cumsum(parts) - parts).repeat(parts)
     slot = first[piece] + part
-    lower = np.maximum(begin[piece], slot * stripe_payload_bytes)
-    slot_offset = lower - slot * stripe_payload_bytes
-    left = begin[piece] + nbytes[piece] - lower
+    lower = np.maximum(begin[piece], slot_begins[slot])
+    upper = np.minimum(begin[piece] + nbytes[piece], ends[slot])
     segment, block = segment[piece], block[piece]
     copies = CopyArrays(
         storage=segments[segment, 0],
         device_offset=segments[segment, 1] + lower - begin[piece],
         slot=slot,
-        slot_offset=slot_offset,
-        nbytes=np.minimum(stripe_payload_bytes - slot_offset, left),
+        slot_offset=lower - slot_begins[slot],
+        nbytes=upper - lower,
     )
     return _Shape(copies, block, block_stride[segment])
 
@@ -277,18 +272,10 @@ def checked_ids(block_ids: Sequence[int], num_blocks: int) -> _Int64s:
     return ids
 
 
-def check_slots(slots: Sequence[memoryview], chunk_bytes: int, stripe_payload_bytes: int) -> None:
-    """Raise DeviceError unless there is one slot per stripe, each with room for its stripe."""
-    if stripe_payload_bytes <= 0:
-        raise DeviceError(f"stripes cannot have {stripe_payload_bytes} bytes")
-    stripes = -(-chunk_bytes // stripe_payload_bytes)
-    if len(slots) != stripes:
-        raise DeviceError(f"a chunk of {stripes} stripes needs as many slots, not {len(slots)}")
-    left = chunk_bytes
-    for index, slot in enumerate(slots):
-        payload_bytes = min(stripe_payload_bytes, left)
-        if slot.nbytes < payload_bytes:
-            raise DeviceError(
-                f"slot {index} has {slot.nbytes} bytes, too few for a stripe of {payload_bytes}"
-            )
-        left -= payload_bytes
+def check_slots(slot_bytes: Sequence[int], chunk_bytes: int) -> None:
+    """Raise DeviceError unless slots of these sizes hold a chunk, and nothing else."""
+    held_bytes = sum(slot_bytes)
+    if held_bytes != chunk_bytes or chunk_bytes > _MAX_BYTES or min(slot_bytes, default=1) <= 0:
+        raise DeviceError(
+            f"a chunk of {chunk_bytes} bytes cannot fill {len(slot_bytes)} slots of {held_bytes}"
+        )

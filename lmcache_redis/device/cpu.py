@@ -23,13 +23,13 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lmcache_redis import native
-from lmcache_redis.device.calls import ChunkCopy, Copy, CopyCall, CopyPlanner, DeviceContext
+from lmcache_redis.device.calls import CopyCall, CopyPlanner, DeviceContext
 from lmcache_redis.device.handles import SharedMemoryHandle, check_exporter
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import DeviceError
@@ -44,6 +44,7 @@ _STATFS_BYTES = 256  # more than any platform's struct statfs; f_type comes firs
 # Copied after a check of the lease, in at most 0.2 ms. A copy thread that is stopped after a check
 # touches no more bytes when it resumes.
 _PIECE_BYTES = 1 << 20
+_NEVER_NS = 2**63 - 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -100,7 +101,7 @@ class SharedMapping:
     def __init__(self, handle: SharedMemoryHandle) -> None:
         self._size_bytes = handle.size_bytes
         self.memory = _open(handle)
-        address = address_of(self.memory)
+        self.address = address = address_of(self.memory)
         self._guard: int | None = None
         try:
             if native.guard is not None:
@@ -119,7 +120,7 @@ class SharedMapping:
             raise DeviceError("the engine has truncated its KV cache: it cannot be copied")
 
     def close(self) -> None:
-        """Unmap. No array over the memory may exist."""
+        """Unmap. No call may be in progress."""
         if native.guard is not None and self._guard is not None:
             native.guard.drop(self._guard)
             self._guard = None
@@ -197,61 +198,55 @@ class CpuDevice(DeviceContext):
             raise
 
     def gather(self, call: CopyCall, on_blocks_read: Callable[[], None] | None = None) -> None:
-        with self._memory(call) as (storages, plans):
-            for chunk, copies in plans:
-                targets = [np.frombuffer(slot, np.uint8) for slot in chunk.slots]
-                for storage, offset, slot, at, nbytes in _in_time(copies, call.until_ns):
-                    targets[slot][at : at + nbytes] = storages[storage][offset : offset + nbytes]
+        self._move(call, inward=False)
 
     def scatter(self, call: CopyCall) -> None:
-        with self._memory(call) as (storages, plans):
-            for chunk, copies in plans:
-                sources = [np.frombuffer(slot, np.uint8) for slot in chunk.slots]
-                for storage, offset, slot, at, nbytes in _in_time(copies, call.until_ns):
-                    storages[storage][offset : offset + nbytes] = sources[slot][at : at + nbytes]
+        self._move(call, inward=True)
 
     def _unmap(self) -> None:
         while self._maps:
             self._maps.pop().close()
 
-    @contextlib.contextmanager
-    def _memory(
-        self, call: CopyCall
-    ) -> Iterator[tuple[list[np.ndarray], list[tuple[ChunkCopy, list[Copy]]]]]:
-        """The storages as bytes, and each chunk's copies, all bounds checked.
-
-        No array may outlive the context: it blocks the unmapping.
-        """
+    def _move(self, call: CopyCall, *, inward: bool) -> None:
+        """inward: from slots to blocks. All bounds are checked before the first copy."""
         if call.after is not None:
             raise DeviceError("a KV cache in CPU memory takes no signal of a GPU")
-        planner, stripe_bytes = self._planners[call.group], call.stripe_payload_bytes
+        until_ns = _NEVER_NS if call.until_ns is None else call.until_ns
+        planner = self._planners[call.group]
         with self._mapped(call):
             plans = [
-                (each, planner.copies(each.block_ids, stripe_bytes, each.skip_blocks))
-                for each in call.chunks
+                planner.arrays(
+                    chunk.block_ids, [slot.nbytes for slot in chunk.slots], chunk.skip_blocks
+                )
+                for chunk in call.chunks
             ]
             for each in self._maps:
                 each.check()
-            storages = [np.frombuffer(each.memory, np.uint8) for each in self._maps]
-            try:
-                yield storages, plans
-            finally:
-                storages.clear()
+            bases = np.array([each.address for each in self._maps], dtype=np.int64)
+            for chunk, (storage, offset, slot, slot_offset, nbytes) in zip(
+                call.chunks, plans, strict=True
+            ):
+                slots = np.array([address_of(each) for each in chunk.slots], dtype=np.int64)
+                blocks, places = bases[storage] + offset, slots[slot] + slot_offset
+                to, source = (blocks, places) if inward else (places, blocks)
+                if _copy(to, source, nbytes, _PIECE_BYTES, until_ns) < nbytes.sum():
+                    raise DeviceError("the lease on the blocks has expired before the copy")
             for each in self._maps:
                 each.check()
 
 
-def _in_time(copies: Iterable[Copy], until_ns: int | None) -> Iterator[Copy]:
-    """The copies in order; those of more than `_PIECE_BYTES` are cut.
+def _copy_in_python(
+    to: np.ndarray, source: np.ndarray, nbytes: np.ndarray, most: int, until_ns: int
+) -> int:
+    """As `native.copies.copy`, but the time is looked at for each copy too."""
+    copied = 0
+    for into, start, size in zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True):
+        for at in range(0, size, most):
+            if time.monotonic_ns() > until_ns:
+                return copied
+            ctypes.memmove(into + at, start + at, min(most, size - at))
+            copied += min(most, size - at)
+    return copied
 
-    Raises DeviceError before a piece that would begin after ``until_ns``.
-    """
-    for copy in copies:
-        storage, offset, slot, at, nbytes = copy
-        for begin in (0,) if nbytes <= _PIECE_BYTES else range(0, nbytes, _PIECE_BYTES):
-            if until_ns is not None and time.monotonic_ns() > until_ns:
-                raise DeviceError("the lease on the blocks has expired before the copy")
-            if nbytes > _PIECE_BYTES:
-                part_bytes = min(_PIECE_BYTES, nbytes - begin)
-                copy = storage, offset + begin, slot, at + begin, part_bytes
-            yield copy
+
+_copy = _copy_in_python if native.copies is None else native.copies.copy

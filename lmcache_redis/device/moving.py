@@ -16,7 +16,6 @@ Moves are thread-safe, and may raise DeviceError.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -31,8 +30,6 @@ from lmcache_redis.device.gpu import BusCopies, CopyStream, Gpu
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.device.table import SegmentTable, Storage, pack_ids, staging_stride_bytes
 from lmcache_redis.native.madvise import address_of
-
-_KEPT_PLANS = 64
 
 _Int64s = npt.NDArray[np.int64]
 Ready = Callable[[], None]
@@ -60,8 +57,9 @@ class DirectMoves:
     def _move(self, call: CopyCall, stream: CopyStream, ready: Ready, *, inward: bool) -> None:
         parts: list[tuple[_Int64s, _Int64s, _Int64s]] = []
         for chunk in call.chunks:
+            slot_bytes = [slot.nbytes for slot in chunk.slots]
             storage, offset, slot, slot_offset, nbytes = self._planner.arrays(
-                chunk.block_ids, call.stripe_payload_bytes, chunk.skip_blocks
+                chunk.block_ids, slot_bytes, chunk.skip_blocks
             )
             slots = _addresses(chunk.slots)
             parts.append((slots[slot] + slot_offset, self._bases[storage] + offset, nbytes))
@@ -126,9 +124,11 @@ class KernelMoves:
         chunks, n_blocks = ids.shape
         chunk_bytes = n_blocks * self._table.block_bytes
         stride_bytes = staging_stride_bytes(chunk_bytes)
-        offsets, sizes, size_bytes = _stripes(chunks, chunk_bytes, call.stripe_payload_bytes)
-        staging = stream.staging.grown(size_bytes)
-        slots = np.concatenate([_addresses(chunk.slots) for chunk in call.chunks])
+        staging = stream.staging.grown(chunks * stride_bytes)
+        slots = [slot for chunk in call.chunks for slot in chunk.slots]
+        sizes = np.array([slot.nbytes for slot in slots], dtype=np.int64)
+        number, offset = np.divmod(np.cumsum(sizes) - sizes, chunk_bytes)
+        copies = BusCopies(_addresses(slots), staging + number * stride_bytes + offset, sizes)
         launches = [
             (self._function(each.width, scatter=scatter), each)
             for each in self._placed(n_blocks, stream)
@@ -141,7 +141,7 @@ class KernelMoves:
                 grid = (tiles, chunks)
                 driver.launch(function, grid, kernels.THREADS, parameters, stream.number)
 
-        return BusCopies(slots, staging + offsets, sizes), launch
+        return copies, launch
 
     def _function(self, width: int, *, scatter: bool) -> int:
         """The kernel that gathers or scatters by accesses of this width."""
@@ -173,16 +173,6 @@ def moves_of(layout: KVLayout, storages: Sequence[Storage], gpu: Gpu) -> Moves:
     if min(segment.page_bytes for segment in layout.segments) >= gpu.direct_copy_bytes:
         return DirectMoves(layout, storages)
     return KernelMoves(layout, storages, gpu)
-
-
-@functools.lru_cache(_KEPT_PLANS)
-def _stripes(chunks: int, chunk_bytes: int, stripe_bytes: int) -> tuple[_Int64s, _Int64s, int]:
-    """Where the stripes of staged chunks begin, how long they are, and how long staging is."""
-    begins = np.arange(0, chunk_bytes, stripe_bytes, dtype=np.int64)
-    stride_bytes = staging_stride_bytes(chunk_bytes)
-    starts = np.arange(chunks, dtype=np.int64)[:, None] * stride_bytes
-    sizes = np.minimum(stripe_bytes, chunk_bytes - begins)
-    return (starts + begins).ravel(), np.tile(sizes, chunks), chunks * stride_bytes
 
 
 def _addresses(slots: Sequence[memoryview]) -> _Int64s:

@@ -6,7 +6,8 @@ installed) or is disabled (LMCACHE_REDIS_NATIVE=0); `why_not` says which. Withou
 same work: slower for small stripes, and with more CPU time.
 
 `guard` is the module of `guard.c`, or None for the same reasons. Without it, an engine that
-truncates its memory during a copy ends the agent (`lmcache_redis.device.cpu`).
+truncates its memory during a copy ends the agent (`lmcache_redis.device.cpu`). `copies` is that of
+`copies.c`, which copies there; without it Python does, one piece after the other.
 
 `packing` is that of `packing_module.c`, or None for the same reasons. Without it, payloads are
 stored as they are: packing is slow in numpy. `lmcache_redis.chunks.packing` still unpacks with it.
@@ -36,4 +37,5 @@ def _load(name: str) -> tuple[ModuleType | None, str]:
 
 moves, why_not = _load("_moves")
 guard, _ = _load("_guard")
+copies, _ = _load("_copies")
 packing, why_not_packed = _load("_packing")

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Sequence
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -57,8 +59,8 @@ class HeapMemory:
         self.spare_bytes = 0
         self._spares: deque[npt.NDArray[np.uint8]] = deque()  # the last freed at the end
 
-    def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
-        return chunk_bytes
+    def units(self, sizes: Sequence[int]) -> int:
+        return sum(sizes)
 
     def take(self, units: int) -> memoryview:
         """See `PoolMemory`. A block is a view of its bytes."""
@@ -79,10 +81,10 @@ class HeapMemory:
         while self.spare_bytes > self.spare_limit_bytes:
             self.spare_bytes -= self._spares.popleft().nbytes
 
-    def views(self, block: memoryview, chunk_bytes: int, stripe_bytes: int) -> list[memoryview]:
+    def views(self, block: memoryview, sizes: Sequence[int]) -> list[memoryview]:
         """See `PoolMemory`. The views are contiguous: one stripe per chunk gives one view."""
-        starts = range(0, chunk_bytes, stripe_bytes)
-        return [block[start : min(start + stripe_bytes, chunk_bytes)] for start in starts]
+        ends = [*accumulate(sizes)]
+        return [block[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     def close(self) -> None:
         """Free all spares, and keep none from now on."""
@@ -230,7 +232,7 @@ class ObjectCache:
 
     def _held(self, entry: Entry) -> HeldChunk:
         self._pool.pin(entry)
-        (payload,) = self._pool.memory.views(entry.block, entry.units, entry.units)
+        (payload,) = self._pool.memory.views(entry.block, (entry.units,))
         return HeldChunk(entry, parsed_metadata(entry.form.metadata), payload.toreadonly())
 
     # ------------------------------------------------------------------ put
@@ -246,7 +248,7 @@ class ObjectCache:
         entry = self.cache.reserve(form, key.chunk_hash, is_hidden=True)
         if entry is None:
             return None
-        (payload,) = self._pool.memory.views(entry.block, entry.units, entry.units)
+        (payload,) = self._pool.memory.views(entry.block, (entry.units,))
         return HeldChunk(entry, metadata, payload)
 
     def publish(self, key: ObjectKey, held: HeldChunk, written: Done[bool]) -> None:

@@ -61,8 +61,7 @@ class Transfer:
 
     def __init__(self, form: ChunkForm, name: bytes, payload: bytes | None = None) -> None:
         self.frame = form.frame(name)
-        sizes = [self.frame.stripe_payload_bytes] * (self.frame.stripe_count - 1)
-        sizes.append(self.frame.chunk_bytes - sum(sizes))
+        sizes = form.stripe_sizes
         self._memory = bytearray(b"\xa5" * (sum(sizes) + _GUARD * (len(sizes) + 1)))
         self.slots, at = [], _GUARD
         for size in sizes:
@@ -192,7 +191,7 @@ class TierContract(ABC):
             stored = [_stored(tier) for _ in range(8)]
             loads = [Transfer(_FORM, each.name) for each in stored]
             jobs = [each.job() for each in loads]
-            pattern = b"\x5a" * loads[0].frame.chunk_bytes
+            pattern = b"\x5a" * len(loads[0].payload)
 
             def done(job: ChunkIO, outcome: ReadOutcome) -> None:
                 if outcome is ReadOutcome.CANCELLED:
@@ -219,7 +218,7 @@ class TierContract(ABC):
             jobs = [each.job() for each in stores]
 
             def done(job: ChunkIO, outcome: WriteOutcome) -> None:
-                _transfer(job).fill(bytes(job.frame.chunk_bytes))  # the slots are free
+                _transfer(job).fill(bytes(job.nbytes))  # the slots are free
                 _transfer(job).outcomes.append(outcome)
 
             tier.store_all(jobs, done)
@@ -277,7 +276,7 @@ class TierContract(ABC):
             assert again == [True, False]
 
     def _refresh(self, tier: Tier, names: Sequence[bytes], claim_s: float) -> ExistsResult:
-        chunks = [(_FORM.key(each), _FORM.frame(each).stripe_count) for each in names]
+        chunks = [(_FORM.key(each), _FORM.stripe_count) for each in names]
         found: list[ExistsResult] = []
         tier.refresh(chunks, _soon(), found.append, claim_s)
         wait_for(lambda: found, "refresh answers")
@@ -319,7 +318,7 @@ class TierContract(ABC):
             before = _remove(tier, chunk.name, newest_unix_ms=now_ms - 3_600_000)
             assert before.outcome is CallOutcome.DONE
             assert _exist(tier, chunk.name) == [not before.removed]
-            stripes = _FORM.frame(chunk.name).stripe_count
+            stripes = _FORM.stripe_count
             after = _remove(tier, chunk.name, stripes, now_ms + 3_600_000)
             assert after.outcome is CallOutcome.DONE
             assert _exist(tier, chunk.name) == [False]

@@ -65,7 +65,7 @@ class Form:
 
     model_name: str = "org/model"
     stripe_count: int = STRIPES_A_CHUNK
-    stripe_payload_bytes: int = CHUNK_BYTES
+    stripe_sizes: tuple[int, ...] = (CHUNK_BYTES,)
     chunk_bytes: int = CHUNK_BYTES
     reach: Reach = FULL_REACH
 

@@ -108,7 +108,7 @@ def arena():
 
 def slot_of(arena: Arena, slot: int, nbytes: int) -> memoryview:
     """The first bytes of a slot."""
-    (view,) = arena.views((slot,), nbytes, nbytes)
+    (view,) = arena.views((slot,), (nbytes,))
     return view
 
 
@@ -131,31 +131,32 @@ class TestArena:
             slot_of(pool, 0, PAGE + 1)
 
     @pytest.mark.parametrize(
-        ("chunk_bytes", "stripe_bytes", "slots"),
+        ("sizes", "slots"),
         [
-            (3 * PAGE, PAGE, 3),
-            (3 * PAGE - 1, PAGE, 3),
-            (8 * 1000, 1000, 2),  # four in a slot
-            (8 * 1000 - 1, 1000, 2),
-            (9 * 1000, 1000, 3),
-            (5 * (PAGE // 2), PAGE // 2, 3),
-            (2 * (PAGE // 2 + 1), PAGE // 2 + 1, 2),
+            ([PAGE] * 3, 3),
+            ([PAGE, PAGE, PAGE - 1], 3),
+            ([1000] * 8, 2),  # four in a slot
+            ([1000] * 7 + [999], 2),
+            ([1000] * 9, 3),
+            ([PAGE // 2] * 5, 3),
+            ([PAGE // 2 + 1] * 2, 2),
+            ([PAGE - 1000, 1000] * 4, 4),  # of shares: the short ones fill the room that is left
+            ([PAGE - 900, 1000] * 4, 5),
         ],
     )
     def test_small_stripes_lie_side_by_side(
-        self, arena: Arenas, chunk_bytes: int, stripe_bytes: int, slots: int
+        self, arena: Arenas, sizes: list[int], slots: int
     ) -> None:
-        pool = arena(8 * PAGE, PAGE)
-        assert pool.units(chunk_bytes, stripe_bytes) == slots
+        pool = arena(10 * PAGE, PAGE)
+        assert pool.units(sizes) == slots
         block, other = pool.take(slots), pool.take(slots)
         for number, each in enumerate((block, other), 1):
-            views = pool.views(each, chunk_bytes, stripe_bytes)
-            assert [len(view) for view in views[:-1]] == [stripe_bytes] * (len(views) - 1)
-            assert sum(map(len, views)) == chunk_bytes
+            views = pool.views(each, sizes)
+            assert [len(view) for view in views] == sizes
             for index, view in enumerate(views):
                 view[:] = bytes([16 * number + index]) * len(view)
         for number, each in enumerate((block, other), 1):
-            for index, view in enumerate(pool.views(each, chunk_bytes, stripe_bytes)):
+            for index, view in enumerate(pool.views(each, sizes)):
                 assert view == bytes([16 * number + index]) * len(view)
 
     def test_what_fills_no_slot_is_not_used(self, arena: Arenas) -> None:

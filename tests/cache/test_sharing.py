@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import pytest
 
 from lmcache_redis.cache.sharing import SharingTier
-from lmcache_redis.chunks.cutting import equal_stripe_bytes
 from lmcache_redis.chunks.keys import held_ranks, overlapping_ranks, share_rank
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, ShareKeys, opaque_pages
 from lmcache_redis.errors import FormatError
+from lmcache_redis.objects.cache import HeapMemory
 from lmcache_redis.testing.memory_tier import MemoryTier
 from lmcache_redis.tiers import ChunkIO, ExistsResult, ReadOutcome, WriteOutcome
 
@@ -38,8 +38,7 @@ WHOLE, LOW, HIGH = form(0, 4), form(0, 2), form(2, 2)
 
 def job(of: ChunkForm, payload: bytes = b"") -> ChunkIO:
     memory = memoryview(bytearray(payload or of.chunk_bytes))
-    size = of.stripe_payload_bytes
-    slots = [memory[at : at + size] for at in range(0, len(memory), size)]
+    slots = HeapMemory().views(memory, of.stripe_sizes)
     return ChunkIO(of.key(NAME), of.frame(NAME), slots, time.monotonic() + 30.0, shares=of.shares)
 
 
@@ -98,11 +97,13 @@ def test_workers_of_other_sizes_that_hold_a_share() -> None:
     assert {(4, 4), (4, 2), (5, 1)} <= set(spans(5, 1, 12))
 
 
-def test_stripes_of_one_size() -> None:
-    assert equal_stripe_bytes(3000, 1 << 10) == 1000
-    assert equal_stripe_bytes(4096, 1000) == 512
-    with pytest.raises(FormatError, match="no stripes of one size"):
-        equal_stripe_bytes(10_000_019, 1 << 20)
+def test_a_share_is_cut_as_a_chunk_of_its_size_is() -> None:
+    alone = ChunkForm.of(ChunkNames(bytes(32)), "model", 0, opaque_pages(SIZE), 1 << 10)
+    assert alone.stripe_sizes[-1] < alone.stripe_sizes[0], "the last one is shorter"
+    for held in (1, 2, 4):
+        assert form(0, held).stripe_sizes == alone.stripe_sizes * held
+        assert form(0, held).stripe_payload_bytes == alone.stripe_payload_bytes
+        assert form(0, held).frame(NAME).stripe_count == alone.stripe_count, "of the first"
 
 
 def test_keys_of_shares_differ_in_their_rank_alone() -> None:

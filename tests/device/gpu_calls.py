@@ -153,16 +153,8 @@ def laid_out(storages: Sequence[np.ndarray], starts: Sequence[int], size_bytes: 
     return whole.tobytes()
 
 
-def stripe_sizes(call: Call) -> list[int]:
-    stripe = call.stripe_payload_bytes
-    begins = range(0, call.chunk_bytes, stripe)
-    return [min(stripe, call.chunk_bytes - begin) for begin in begins] * len(call.chunks)
-
-
 def parts_of(call: Call, chunks: Sequence[bytes]) -> Iterator[bytes]:
-    for chunk in chunks:
-        for begin in range(0, call.chunk_bytes, call.stripe_payload_bytes):
-            yield chunk[begin : begin + call.stripe_payload_bytes]
+    yield from call.filled_slots(chunks)
 
 
 def put(host: Host, slots: Sequence[memoryview], parts: Iterator[bytes], into: np.ndarray) -> None:
@@ -182,7 +174,7 @@ def check_on_gpu(
     host.memory[:] = GUARD
     device = CudaDevice([case.layout], handles, gpus, engine.signals)
     try:
-        slots = host.slots(stripe_sizes(call), gap)
+        slots = host.slots([slot.nbytes for slot in call.empty_slots()], gap)
         told: list[bytes] = []
         device.gather(call.over(slots), lambda: told.append(b""))
         assert told == [b""]
@@ -214,7 +206,7 @@ def check_both_directions(
         st.sampled_from([0, 0, 1, 16, 300]),
     )
     def check(call: Call, shift: int, gap: int) -> None:
-        call.stripe_payload_bytes = max(call.stripe_payload_bytes, call.chunk_bytes // 64)
+        call.stripe = max(call.stripe, call.chunk_bytes // 64)
         check_on_gpu(engine, view, host, gpus, call, shift=shift, gap=gap)
 
     check()

@@ -103,34 +103,32 @@ def blocks_of(draw: st.DrawFn, num_blocks: int, *, unique: bool = False) -> list
 
 
 def one(
-    block_ids: Sequence[int], slots: Sequence[memoryview], stripe: int, skip: int = 0, **more: Any
+    block_ids: Sequence[int], slots: Sequence[memoryview], skip: int = 0, **more: Any
 ) -> CopyCall:
     """A call of one chunk. more: fields of `CopyCall`."""
-    return CopyCall([ChunkCopy(block_ids, slots, skip)], stripe, **more)
+    return CopyCall([ChunkCopy(block_ids, slots, skip)], **more)
 
 
 @dataclass
 class Call:
-    """Chunks of one length; ``skip_blocks`` counts from the first."""
+    """Chunks of one length; ``skip_blocks`` counts from the first. stripe: as in `stripe_sizes`."""
 
     case: Paged
     chunks: list[list[int]]
-    stripe_payload_bytes: int
+    stripe: int
     skip_blocks: int
 
     @property
     def chunk_bytes(self) -> int:
         return len(self.chunks[0]) * self.case.layout.block_bytes
 
-    def empty_slots(self, spare: int = 0) -> list[memoryview]:
+    def empty_slots(self) -> list[memoryview]:
         """As `empty_slots`, of all chunks."""
-        stripe = self.stripe_payload_bytes
-        return [slot for _ in self.chunks for slot in empty_slots(self.chunk_bytes, stripe, spare)]
+        return [slot for _ in self.chunks for slot in empty_slots(self.chunk_bytes, self.stripe)]
 
-    def filled_slots(self, chunks: Sequence[bytes], spare: int = 0) -> list[memoryview]:
+    def filled_slots(self, chunks: Sequence[bytes]) -> list[memoryview]:
         """As `filled_slots`, of all chunks."""
-        stripe = self.stripe_payload_bytes
-        return [slot for chunk in chunks for slot in filled_slots(chunk, stripe, spare)]
+        return [slot for chunk in chunks for slot in filled_slots(chunk, self.stripe)]
 
     def over(self, slots: Sequence[memoryview], skip_blocks: int = 0) -> CopyCall:
         """The call with slots, those of the first chunk first."""
@@ -139,7 +137,7 @@ class Call:
             ChunkCopy(ids, slots[n * each : (n + 1) * each], self.skip_of(n, skip_blocks))
             for n, ids in enumerate(self.chunks)
         ]
-        return CopyCall(chunks, self.stripe_payload_bytes)
+        return CopyCall(chunks)
 
     def skip_of(self, number: int, skip_blocks: int) -> int:
         """The blocks to skip in one of the chunks."""
@@ -177,12 +175,12 @@ def check_call(
 
     memory: the device's storages as they are, where they are not the case's own.
     """
-    case, stripe = call.case, call.stripe_payload_bytes
-    slots = call.empty_slots(spare=2)
+    case = call.case
+    slots = call.empty_slots()
     device.gather(call.over(slots))
-    want = call.filled_slots(call.gathered(), spare=2)
+    want = call.filled_slots(call.gathered())
     assert [bytes(slot) for slot in slots] == [bytes(slot) for slot in want]
-    random = np.random.default_rng(stripe)
+    random = np.random.default_rng(call.stripe)
     chunks = [random.bytes(call.chunk_bytes) for _ in call.chunks]
     expected = call.scattered(chunks)
     slots = call.filled_slots(chunks)
@@ -191,20 +189,23 @@ def check_call(
     assert all(np.array_equal(*pair) for pair in zip(expected, storages, strict=True))
 
 
-def empty_slots(chunk_bytes: int, stripe_payload_bytes: int, spare: int = 0) -> list[memoryview]:
-    """Slots for a chunk, all bytes 0xA5, each ``spare`` bytes longer than its stripe."""
-    lengths = [
-        min(stripe_payload_bytes, chunk_bytes - begin)
-        for begin in range(0, chunk_bytes, stripe_payload_bytes)
-    ]
-    return [memoryview(bytearray(b"\xa5" * (length + spare))) for length in lengths]
+def stripe_sizes(chunk_bytes: int, stripe: int) -> list[int]:
+    """Of a chunk in shares: two stripes of that size, then one of half of it, and so on."""
+    sizes: list[int] = []
+    while (left := chunk_bytes - sum(sizes)) > 0:
+        sizes.append(min(left, stripe if len(sizes) % 3 < 2 else -(-stripe // 2)))
+    return sizes
 
 
-def filled_slots(chunk: bytes, stripe_payload_bytes: int, spare: int = 0) -> list[memoryview]:
+def empty_slots(chunk_bytes: int, stripe: int) -> list[memoryview]:
+    """Slots for a chunk, all bytes 0xA5."""
+    return [memoryview(bytearray(b"\xa5" * size)) for size in stripe_sizes(chunk_bytes, stripe)]
+
+
+def filled_slots(chunk: bytes, stripe: int) -> list[memoryview]:
     """Slots that hold a chunk."""
-    slots = empty_slots(len(chunk), stripe_payload_bytes, spare)
-    for index, slot in enumerate(slots):
-        begin = index * stripe_payload_bytes
-        stripe = chunk[begin : begin + stripe_payload_bytes]
-        slot[: len(stripe)] = stripe
+    slots, at = empty_slots(len(chunk), stripe), 0
+    for slot in slots:
+        slot[:] = chunk[at : at + len(slot)]
+        at += len(slot)
     return slots

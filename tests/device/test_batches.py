@@ -42,7 +42,7 @@ class Moves:
 
     def gather(self) -> bool:
         whole = self.engine.write(3)
-        self.device.gather(one(IDS, self.slots, PAGE))
+        self.device.gather(one(IDS, self.slots))
         pages = np.frombuffer(whole, np.uint8).reshape(BLOCKS, PAGE)
         return b"".join(self.slots) == pages[IDS].tobytes()
 
@@ -51,7 +51,7 @@ class Moves:
         chunk = np.random.default_rng(5).bytes(COPIES * PAGE)
         for number, slot in enumerate(self.slots):
             slot[:] = chunk[number * PAGE : (number + 1) * PAGE]
-        self.device.scatter(one(IDS, self.slots, PAGE))
+        self.device.scatter(one(IDS, self.slots))
         before[IDS] = np.frombuffer(chunk, np.uint8).reshape(COPIES, PAGE)
         return self.view.read() == before.tobytes()
 
@@ -136,7 +136,7 @@ def test_a_lost_gpu_copies_nothing(engine: GpuExporter, caplog: pytest.LogCaptur
     )
     cuda_driver.fail(BATCH, 226)
     with pytest.raises(GpuLost, match="error 226 "):
-        device.gather(one(IDS[:8], host.slots([PAGE] * 8, 64), PAGE))
+        device.gather(one(IDS[:8], host.slots([PAGE] * 8, 64)))
     assert not called(OUT)
     assert SAID not in caplog.text
     cuda_driver.reset()

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from lmcache_redis.device.calls import CopyPlanner, check_slots
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import DeviceError
-from tests.device.layouts import Paged, blocks_of, empty_slots, filled_slots, paged
+from tests.device.layouts import (
+    Paged,
+    blocks_of,
+    empty_slots,
+    filled_slots,
+    paged,
+    stripe_sizes,
+)
 
 STRIPES = st.integers(1, 700)
 
@@ -31,15 +38,15 @@ def test_gather_equals_the_reference(case: Paged, data: st.DataObject, stripe: i
     ids = data.draw(blocks_of(case.layout.num_blocks))
     skip = data.draw(st.integers(0, len(ids)))
     expected = case.chunk(ids)
-    slots = empty_slots(len(expected), stripe, spare=3)
-    for storage, offset, slot, at, nbytes in CopyPlanner(case.layout).copies(ids, stripe, skip):
+    slots, sizes = empty_slots(len(expected), stripe), stripe_sizes(len(expected), stripe)
+    for storage, offset, slot, at, nbytes in CopyPlanner(case.layout).copies(ids, sizes, skip):
         slots[slot][at : at + nbytes] = case.storages[storage][offset : offset + nbytes]
-    # Skipped pages stay as they were, as do the bytes behind each stripe.
+    # Skipped pages stay as they were.
     untouched = [storage.copy() for storage in case.storages]
     for storage in untouched:
         storage[:] = 0xA5
     blank = Paged(case.layout, untouched)
-    want = filled_slots(merge(case, ids, skip, expected, blank.chunk(ids)), stripe, spare=3)
+    want = filled_slots(merge(case, ids, skip, expected, blank.chunk(ids)), stripe)
     assert [bytes(slot) for slot in slots] == [bytes(slot) for slot in want]
 
 
@@ -59,8 +66,8 @@ def test_scatter_equals_the_reference(case: Paged, data: st.DataObject, stripe: 
     skip = data.draw(st.integers(0, len(ids)))
     chunk = np.random.default_rng(stripe).bytes(len(case.chunk(ids)))
     expected = case.with_chunk(ids, chunk, skip)
-    slots = filled_slots(chunk, stripe)
-    for storage, offset, slot, at, nbytes in CopyPlanner(case.layout).copies(ids, stripe, skip):
+    slots, sizes = filled_slots(chunk, stripe), stripe_sizes(len(chunk), stripe)
+    for storage, offset, slot, at, nbytes in CopyPlanner(case.layout).copies(ids, sizes, skip):
         case.storages[storage][offset : offset + nbytes] = slots[slot][at : at + nbytes]
     for after, want in zip(case.storages, expected, strict=True):
         assert np.array_equal(after, want)
@@ -71,12 +78,13 @@ def test_a_plan_is_in_order_in_bounds_and_within_stripes(
     case: Paged, data: st.DataObject, stripe: int
 ) -> None:
     ids = data.draw(blocks_of(case.layout.num_blocks))
-    copies = map(Copy._make, CopyPlanner(case.layout).copies(ids, stripe))
+    sizes = stripe_sizes(len(case.chunk(ids)), stripe)
+    copies = map(Copy._make, CopyPlanner(case.layout).copies(ids, sizes))
     at = 0
     for copy in copies:
         assert copy.nbytes > 0
-        assert copy.slot * stripe + copy.slot_offset == at
-        assert copy.slot_offset + copy.nbytes <= stripe
+        assert sum(sizes[: copy.slot]) + copy.slot_offset == at
+        assert copy.slot_offset + copy.nbytes <= sizes[copy.slot]
         assert 0 <= copy.device_offset <= case.sizes[copy.storage] - copy.nbytes
         at += copy.nbytes
     assert at == len(case.chunk(ids))
@@ -89,7 +97,8 @@ def test_a_planner_that_has_planned_before_plans_the_same(
     planner = CopyPlanner(case.layout)
     for _ in range(3):
         ids = data.draw(blocks_of(case.layout.num_blocks))
-        assert planner.copies(ids, stripe) == CopyPlanner(case.layout).copies(ids, stripe)
+        sizes = stripe_sizes(len(case.chunk(ids)), stripe)
+        assert planner.copies(ids, sizes) == CopyPlanner(case.layout).copies(ids, sizes)
 
 
 LAYOUT = KVLayout(
@@ -104,7 +113,7 @@ LAYOUT = KVLayout(
 
 class TestRuns:
     def test_neighbouring_blocks_with_touching_pages_are_one_copy(self) -> None:
-        assert CopyPlanner(LAYOUT).copies([7, 8, 9, 3], 10_000) == [
+        assert CopyPlanner(LAYOUT).copies([7, 8, 9, 3], [768]) == [
             Copy(0, 7 * 64, 0, 0, 192),
             Copy(0, 3 * 64, 0, 192, 64),
             Copy(0, 6400 + 7 * 64, 0, 256, 192),
@@ -116,61 +125,62 @@ class TestRuns:
         ]
 
     def test_a_new_run_begins_after_the_skipped_blocks(self) -> None:
-        assert CopyPlanner(LAYOUT).copies([7, 8, 9], 10_000, 2) == [
+        assert CopyPlanner(LAYOUT).copies([7, 8, 9], [576], 2) == [
             Copy(0, 9 * 64, 0, 128, 64),
             Copy(0, 6400 + 9 * 64, 0, 320, 64),
             Copy(1, 9 * 96, 0, 512, 64),
         ]
 
     def test_a_copy_ends_with_its_stripe(self) -> None:
-        assert CopyPlanner(LAYOUT).copies([0, 1], 100)[:3] == [
+        assert CopyPlanner(LAYOUT).copies([0, 1], [100, 284])[:3] == [
             Copy(0, 0, 0, 0, 100),
             Copy(0, 100, 1, 0, 28),
-            Copy(0, 6400, 1, 28, 72),
+            Copy(0, 6400, 1, 28, 128),
         ]
 
     def test_nothing_to_copy(self) -> None:
-        assert CopyPlanner(LAYOUT).copies([], 64) == []
-        assert CopyPlanner(LAYOUT).copies([5, 6], 64, 2) == []
+        assert CopyPlanner(LAYOUT).copies([], []) == []
+        assert CopyPlanner(LAYOUT).copies([5, 6], [384], 2) == []
 
     def test_a_large_model_needs_hundreds_of_copies_not_thousands(self) -> None:
         """80 layers, K and V apart, 16 blocks in a row, 2 MiB stripes of a 80 MiB chunk."""
         page = 32 << 10
         segments = tuple(Segment(layer, 0, page, page) for layer in range(160))
         layout = KVLayout((), "uint8", "cpu", 16, 100, segments)
-        assert len(CopyPlanner(layout).copies(range(40, 56), 2 << 20)) <= 200
+        assert len(CopyPlanner(layout).copies(range(40, 56), [2 << 20] * 40)) <= 200
 
 
 class TestBounds:
     @pytest.mark.parametrize("ids", [[100], [-1], [0, 2**63 - 1], [-(2**63)], [2**63], [2**70]])
     def test_blocks(self, ids: list[int]) -> None:
         with pytest.raises(DeviceError, match="block"):
-            CopyPlanner(LAYOUT).copies(ids, 64)
+            CopyPlanner(LAYOUT).copies(ids, [192])
 
     @pytest.mark.parametrize("ids", [["a"], [None], [[1, 2]], [[1], [2]]])
     def test_what_is_no_row_of_blocks(self, ids: list[int]) -> None:
         with pytest.raises(DeviceError, match="block ids"):
-            CopyPlanner(LAYOUT).copies(ids, 64)
+            CopyPlanner(LAYOUT).copies(ids, [192])
 
-    @pytest.mark.parametrize(("stripe", "skip"), [(0, 0), (-1, 0), (2**63, 0), (64, -1), (64, 3)])
-    def test_sizes(self, stripe: int, skip: int) -> None:
+    @pytest.mark.parametrize(
+        ("sizes", "skip"),
+        [
+            ([], 0),
+            ([383], 0),
+            ([385], 0),
+            ([384, 0], 0),
+            ([400, -16], 0),
+            ([2**63, 384 - 2**63], 0),
+            ([384], -1),
+            ([384], 3),
+        ],
+    )
+    def test_sizes(self, sizes: list[int], skip: int) -> None:
         with pytest.raises(DeviceError):
-            CopyPlanner(LAYOUT).copies([1, 2], stripe, skip)
-
-    def test_a_stripe_may_be_as_large_as_an_address(self) -> None:
-        assert sum(nbytes for *_, nbytes in CopyPlanner(LAYOUT).copies([1, 2], 2**63 - 1)) == 384
+            CopyPlanner(LAYOUT).copies([1, 2], sizes, skip)
 
     def test_slots(self) -> None:
-        check_slots([], 0, 8)
-        check_slots(empty_slots(20, 8), 20, 8)
-        check_slots(empty_slots(20, 8, spare=1), 20, 8)
-        short = empty_slots(20, 8)
-        short[2] = short[2][:3]
-        for slots, stripe in (
-            (short, 8),
-            (empty_slots(20, 8)[:2], 8),
-            (empty_slots(28, 8), 8),
-            ([], 0),
-        ):
-            with pytest.raises(DeviceError):
-                check_slots(slots, 20, stripe)
+        check_slots([], 0)
+        check_slots([8, 4, 8], 20)
+        for sizes in ([], [8, 8], [8, 8, 3], [8, 8, 8], [20, 0], [24, -4]):
+            with pytest.raises(DeviceError, match="a chunk of 20 bytes cannot fill"):
+                check_slots(sizes, 20)

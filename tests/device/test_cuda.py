@@ -104,7 +104,7 @@ def test_a_call_takes_few_submissions(
         Gpus(direct_copy_bytes, host.pieces_of),
     )
     before = {name: cuda_driver.get(f"{name}.called") for name in (BATCH, COPY)}
-    device.gather(one([2, 3, 4, 5], host.slots([8192] * 8, gap), 8192))
+    device.gather(one([2, 3, 4, 5], host.slots([8192] * 8, gap)))
     called = {name: cuda_driver.get(f"{name}.called") - n for name, n in before.items()}
     assert {name: n for name, n in called.items() if n} == expected
     device.close()
@@ -122,7 +122,7 @@ def test_a_driver_that_refuses_batches_is_asked_once(
     before = cuda_driver.get(f"{BATCH}.called")
     for _ in range(3):
         slots = host.slots([8192] * 4, 64)
-        device.gather(one([0, 1, 2, 3], slots, 8192))
+        device.gather(one([0, 1, 2, 3], slots))
         assert b"".join(slots) == content[: 4 * 8192]
     assert cuda_driver.get(f"{BATCH}.called") == before + 1
     device.close()
@@ -148,7 +148,7 @@ def test_several_workers_at_once(
             for n in range(20):
                 ids = [(n + at) % 16 for at in range(3)]
                 slots = host.slots([1024] * 3, 8, first=number * 4096)
-                devices[number % 2].gather(one(ids, slots, 1024))
+                devices[number % 2].gather(one(ids, slots))
                 begins = [(number % 2) * (1 << 14) + block * 1024 for block in ids]
                 assert b"".join(slots) == b"".join(content[b : b + 1024] for b in begins)
         except BaseException as error:
@@ -176,12 +176,12 @@ def test_buffers_are_made_once_and_grow(engine: GpuExporter, memory: tuple[View,
     def made() -> int:
         return cuda_driver.get("cuMemAlloc_v2.called")
 
-    device.gather(one([1, 2], host.slots([512] * 2, 0), 512))
+    device.gather(one([1, 2], host.slots([512] * 2, 0)))
     before = made()
-    device.gather(one([3, 4], host.slots([512] * 2, 0), 512))
+    device.gather(one([3, 4], host.slots([512] * 2, 0)))
     assert made() == before
     slots = host.slots([512] * 4, 0)
     two = [ChunkCopy([3, 4], slots[:2]), ChunkCopy([5, 6], slots[2:])]
-    device.gather(CopyCall(two, 512))  # staging: ids have room
+    device.gather(CopyCall(two))  # staging: ids have room
     assert made() == before + 1
     device.close()

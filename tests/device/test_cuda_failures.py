@@ -73,15 +73,14 @@ class TestNothingIsTouched:
         assert (memory[1].memory == GUARD).all()
 
     @pytest.mark.parametrize(
-        ("ids", "stripe", "skip"),
+        ("ids", "skip"),
         [
-            ([0, 8], PAGE, 0),
-            ([0, -1], PAGE, 0),
-            ([0, 1], 0, 0),
-            ([0, 1, 2], PAGE, 0),
-            ([0, 1], PAGE, 3),
-            ([0, 1], PAGE, -1),
-            ([0, 1], PAGE + 1, 0),
+            ([0, 8], 0),
+            ([0, -1], 0),
+            ([0, 1, 2], 0),
+            ([0], 0),
+            ([0, 1], 3),
+            ([0, 1], -1),
         ],
     )
     def test_by_wrong_arguments(
@@ -89,14 +88,13 @@ class TestNothingIsTouched:
         device: CudaDevice,
         memory: tuple[View, Host],
         ids: list[int],
-        stripe: int,
         skip: int,
     ) -> None:
         with pytest.raises(DeviceError):
-            device.scatter(one(ids, slots_of(memory), stripe, skip))
+            device.scatter(one(ids, slots_of(memory), skip))
         if not skip:
             with pytest.raises(DeviceError):
-                device.gather(one(ids, slots_of(memory), stripe))
+                device.gather(one(ids, slots_of(memory)))
 
     def test_before_a_signal_that_never_comes(
         self, device: CudaDevice, memory: tuple[View, Host]
@@ -106,14 +104,14 @@ class TestNothingIsTouched:
             for move in (device.gather, device.scatter):
                 until_ns = time.monotonic_ns() + 10**7
                 with pytest.raises(DeviceError, match="did not come in time"):
-                    move(one([0, 1], slots_of(memory), PAGE, after=1 << 40, until_ns=until_ns))
+                    move(one([0, 1], slots_of(memory), after=1 << 40, until_ns=until_ns))
 
     def test_after_the_deadline_of_signals(
         self, device: CudaDevice, memory: tuple[View, Host], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(cuda, "_SIGNAL_DEADLINE_S", 0.01)
         with pytest.raises(DeviceError, match="did not come in time"):
-            device.gather(one([0, 1], slots_of(memory), PAGE, after=1 << 40))
+            device.gather(one([0, 1], slots_of(memory), after=1 << 40))
 
     def test_after_the_lease(
         self, engine: GpuExporter, device: CudaDevice, memory: tuple[View, Host]
@@ -122,14 +120,14 @@ class TestNothingIsTouched:
             engine.ask("wait")
             for move in (device.gather, device.scatter):
                 with pytest.raises(DeviceError, match="lease on the blocks"):
-                    move(one([0], slots_of(memory, 1), PAGE, after=after, until_ns=1))
+                    move(one([0], slots_of(memory, 1), after=after, until_ns=1))
 
 
 def test_a_ticket_needs_signals(engine: GpuExporter, memory: tuple[View, Host]) -> None:
     device = CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], unpinned_gpus())
     with pytest.raises(DeviceError, match="registered no signals"):
-        device.gather(one([0], slots_of(memory, 1), PAGE, after=1))
-    device.gather(one([0], slots_of(memory, 1), PAGE))
+        device.gather(one([0], slots_of(memory, 1), after=1))
+    device.gather(one([0], slots_of(memory, 1)))
     device.close()
 
 
@@ -162,7 +160,7 @@ class TestHang:
     def test_close_waits_for_a_call(self, device: CudaDevice, memory: tuple[View, Host]) -> None:
         cuda_driver.set("hang", -1)
         called = waits_of_copies()
-        copy, failed = in_thread(lambda: device.gather(one([0, 1], slots_of(memory), PAGE)))
+        copy, failed = in_thread(lambda: device.gather(one([0, 1], slots_of(memory))))
         wait_until(lambda: waits_of_copies() > called)
         close, _ = in_thread(device.close)
         close.join(0.05)
@@ -173,7 +171,7 @@ class TestHang:
         close.join()
         assert not failed
         with pytest.raises(DeviceError, match="no longer mapped"):
-            device.gather(one([0, 1], slots_of(memory), PAGE))
+            device.gather(one([0, 1], slots_of(memory)))
 
 
 class TestTheDriverRefuses:
@@ -187,9 +185,9 @@ class TestTheDriverRefuses:
             cuda_driver.fail("cuMemcpyBatchAsync", 1)  # the copies are made one by one then
             cuda_driver.fail(function, 1, at=2 if function.startswith("cuMemcpy") else 1)
             with pytest.raises(DeviceError, match=rf"{function} failed with CUDA error 1 "):
-                device.gather(one([0, 1], slots_of(memory), PAGE))
+                device.gather(one([0, 1], slots_of(memory)))
         slots = slots_of(memory)
-        device.gather(one([0, 1], slots, PAGE))
+        device.gather(one([0, 1], slots))
         assert b"".join(slots) == content[: 2 * PAGE]
 
     def test_an_end_that_is_not_known_ends_the_process(
@@ -197,7 +195,7 @@ class TestTheDriverRefuses:
     ) -> None:
         cuda_driver.fail("cuEventSynchronize", 1, times=2)
         with pytest.raises(GpuLost, match="not known which copies have ended"):
-            device.scatter(one([0, 1], slots_of(memory), PAGE))
+            device.scatter(one([0, 1], slots_of(memory)))
         device.use_context()
         driver.synchronize()
 
@@ -216,8 +214,8 @@ class TestTheDriverRefuses:
         for _ in range(3):
             cuda_driver.fail(function, 2)
             with pytest.raises(DeviceError, match="too little free memory"):
-                device.gather(one([0, 1], slots, PAGE))
-        device.gather(one([0, 1], slots, PAGE))
+                device.gather(one([0, 1], slots))
+        device.gather(one([0, 1], slots))
         assert b"".join(slots) == content[: 2 * PAGE]
         device.close()
 
@@ -278,7 +276,7 @@ class TestLost:
         for _ in range(2):
             for move in (device.gather, device.scatter):
                 with pytest.raises(GpuLost, match="error 700"):
-                    move(one([0, 1], host.slots([PAGE] * 2, 0), PAGE))
+                    move(one([0, 1], host.slots([PAGE] * 2, 0)))
         with pytest.raises(GpuLost):
             CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], gpus)
         with pytest.raises(GpuLost):
@@ -297,14 +295,14 @@ class TestTheEngineEnds:
                 device = CudaDevice([LAYOUT], handles, gpus, engine.signals)
                 slots = slots_of(memory)
                 waiting, failed = in_thread(
-                    lambda: device.gather(one([0, 1], slots, PAGE, after=1 << 40))
+                    lambda: device.gather(one([0, 1], slots, after=1 << 40))
                 )
                 time.sleep(0.05)
                 engine.kill()
                 waiting.join(20)
                 assert "has ended" in str(failed)
                 with pytest.raises(DeviceError, match="has ended"):
-                    device.scatter(one([0, 1], slots, PAGE))
+                    device.scatter(one([0, 1], slots))
                 device.close()
                 with pytest.raises(DeviceError, match="not visible: it has ended"):
                     CudaDevice([LAYOUT], handles, gpus)
@@ -324,13 +322,11 @@ class TestTwoGpus:
             hung = CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], gpus)
             device = CudaDevice([LAYOUT], [range_of(other, PAGE * BLOCKS)], gpus)
             cuda_driver.set("hang", 1)  # its gathers
-            copy, failed = in_thread(
-                lambda: hung.gather(one([0, 1], host.slots([PAGE] * 2, 0), PAGE))
-            )
+            copy, failed = in_thread(lambda: hung.gather(one([0, 1], host.slots([PAGE] * 2, 0))))
             time.sleep(0.05)
             slots = host.slots([PAGE] * 2, 0, 8192)
             for _ in range(3):
-                device.gather(one([3, 1], slots, PAGE))
+                device.gather(one([3, 1], slots))
                 assert b"".join(slots) == content[3 * PAGE : 4 * PAGE] + content[PAGE : 2 * PAGE]
             device.close()
             assert copy.is_alive()

@@ -92,11 +92,11 @@ def test_real_sizes(large: GpuExporter, page_bytes: int) -> None:
     ids = np.random.default_rng(4).permutation(blocks).tolist()
     sizes = [min(stripe, size - begin) for begin in range(0, size, stripe)]
     slots = with_slots.slots(sizes, 4096)
-    device.gather(one(ids, slots, stripe))
+    device.gather(one(ids, slots))
     pages = np.frombuffer(whole, np.uint8)[:size].reshape(blocks, page_bytes)
     assert b"".join(slots) == pages[ids].tobytes()
-    device.scatter(one(ids[::-1], slots, stripe))
-    device.gather(one(sorted(ids), slots, stripe))
+    device.scatter(one(ids[::-1], slots))
+    device.gather(one(sorted(ids), slots))
     back = pages[ids][np.argsort(ids[::-1])]
     assert b"".join(slots) == back.tobytes()
     device.close()
@@ -113,11 +113,11 @@ def test_a_call_comes_after_its_signal(direct_copy_bytes: int) -> None:
             device = CudaDevice([layout], [range_of(engine, 16384)], gpus, engine.signals)
             slots = host.slots([2048] * 4, 64)
             for seed in range(20):
-                device.gather(one([5, 0, 3, 6], slots, 2048, after=engine.write_late(seed, 50)))
+                device.gather(one([5, 0, 3, 6], slots, after=engine.write_late(seed, 50)))
                 right = np.frombuffer(content(seed, 16384), np.uint8).reshape(8, 2048)
                 assert b"".join(slots) == right[[5, 0, 3, 6]].tobytes()
                 ticket = engine.write_late(seed + 100, 50)
-                device.scatter(one([1, 2, 4, 7], slots, 2048, after=ticket))
+                device.scatter(one([1, 2, 4, 7], slots, after=ticket))
                 found = np.frombuffer(view.read(), np.uint8)[:16384].reshape(8, 2048)
                 assert b"".join(slots) == found[[1, 2, 4, 7]].tobytes()
             device.close()
@@ -140,7 +140,7 @@ def test_several_threads(
             for n in range(100):
                 block = (number + n) % 16
                 slots = host.slots([1024], 0, first=number * 1024)
-                device.gather(one([block], slots, 1024))
+                device.gather(one([block], slots))
                 assert bytes(slots[0]) == right[block * 1024 : (block + 1) * 1024]
         except BaseException as error:
             failed.append(error)
@@ -174,6 +174,6 @@ def test_no_memory_of_a_dead_engine_stays_held() -> None:
         engine.kill()
     held = more.free_memory()[0]
     with pytest.raises(DeviceError, match="has ended"):
-        device.gather(one([0], [memoryview(bytearray(MIB))], MIB))
+        device.gather(one([0], [memoryview(bytearray(MIB))]))
     device.close()
     assert more.free_memory()[0] - held >= 500 * MIB

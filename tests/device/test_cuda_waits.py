@@ -57,7 +57,7 @@ class Rounds:
         """After what the engine has enqueued."""
         self.host.memory[:] = 0
         ticket = self.engine.write_late(seed)
-        self.device.gather(one(IDS, self.slots, PAGE, after=ticket))
+        self.device.gather(one(IDS, self.slots, after=ticket))
         return b"".join(self.slots) == self.chunk(content(seed, SIZE))
 
     def gather_and_reuse(self, seed: int) -> bool:
@@ -70,7 +70,7 @@ class Rounds:
             self.view.write(bytes(SIZE))
             cuda_driver.set("delay_us", 1500)
 
-        self.device.gather(one(IDS, self.slots, PAGE), reuse)
+        self.device.gather(one(IDS, self.slots), reuse)
         return b"".join(self.slots) == self.chunk(before)
 
     def scatter(self, seed: int) -> bool:
@@ -79,7 +79,7 @@ class Rounds:
         for n, slot in enumerate(self.slots):
             slot[:] = chunk[n * PAGE : (n + 1) * PAGE]
         ticket = self.engine.write_late(seed)
-        self.device.scatter(one(IDS, self.slots, PAGE, after=ticket))
+        self.device.scatter(one(IDS, self.slots, after=ticket))
         found = self.chunk(self.view.read())
         if found == chunk:  # and it is still there when the engine has done what it enqueued
             self.engine.ask("wait")
@@ -146,7 +146,7 @@ def test_without_a_wait_bytes_are_wrong(
                 patch.undo()
                 cuda_driver.set("delay_us", 0)
                 engine.ask("wait")
-                rounds.device.gather(one([0], rounds.host.slots([PAGE] * SEGMENTS, 0), PAGE))
+                rounds.device.gather(one([0], rounds.host.slots([PAGE] * SEGMENTS, 0)))
                 cuda_driver.set("delay_us", 300)
                 patch.setattr(*wait, lambda *arguments: None)
         assert not all(right), "the wait is not needed"

@@ -52,13 +52,13 @@ def test_no_more_is_kept_than_was_said_and_what_was_used_last() -> None:
 def test_views_are_the_stripes_of_a_block() -> None:
     memory = HeapMemory()
     block = memory.take(10)
-    views = memory.views(block, 10, 4)
+    views = memory.views(block, (4, 4, 2))
     assert [view.nbytes for view in views] == [4, 4, 2]
     for number, view in enumerate(views):
         view[:] = bytes([number]) * len(view)
-    (whole,) = memory.views(block, 10, 10)
+    (whole,) = memory.views(block, (10,))
     assert whole == bytes([0, 0, 0, 0, 1, 1, 1, 1, 2, 2])
-    assert memory.units(10, 4) == 10
+    assert memory.units((4, 4, 2)) == 10
 
 
 def test_memory_that_cannot_be_had() -> None:

@@ -15,6 +15,7 @@ from lmcache_redis import messages as m
 from lmcache_redis import transport
 from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.chunks.names import Reach
+from lmcache_redis.objects.cache import HeapMemory
 from lmcache_redis.tiers import ChunkIO
 from tests.simulated.copies import Memory
 from tests.simulated.engines import (
@@ -315,8 +316,7 @@ def job_of(form: Any, chunk_hash: bytes, deadline_s: float) -> ChunkIO:
     """The right bytes of a chunk."""
     frame: ChunkFrame = form.frame(chunk_hash)
     data = memoryview(content(form.key(chunk_hash), form.chunk_bytes))
-    size = form.stripe_payload_bytes
-    slots = [data[at : at + size] for at in range(0, len(data), size)]
+    slots = HeapMemory().views(data, form.stripe_sizes)
     return ChunkIO(form.key(chunk_hash), frame, slots, deadline_s)
 
 

@@ -49,9 +49,10 @@ class Calls:
         ids = np.random.default_rng(seed).permutation(layout.num_blocks)
         self.block_ids: list[int] = ids[: max(1, layout.num_blocks // 2)].tolist()
         self.moved_bytes = len(self.block_ids) * layout.block_bytes
-        stripes = -(-self.moved_bytes // arena.slot_bytes)
-        self.slots = arena.views(tuple(range(stripes)), self.moved_bytes, arena.slot_bytes)
-        self._call = CopyCall([ChunkCopy(self.block_ids, self.slots)], arena.slot_bytes)
+        starts = range(0, self.moved_bytes, arena.slot_bytes)
+        sizes = [min(arena.slot_bytes, self.moved_bytes - start) for start in starts]
+        self.slots = arena.views(tuple(range(len(sizes))), sizes)
+        self._call = CopyCall([ChunkCopy(self.block_ids, self.slots)])
 
     def gather(self, after: int | None = None) -> None:
         self._device.gather(self._call._replace(after=after))
