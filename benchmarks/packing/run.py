@@ -5,7 +5,8 @@ The KV is that of SmolLM2 (`scripts/setup` fetches it), laid out as an agent sto
 256 tokens, in each layer a segment of K and one of V; "in turns" are pages in which K and V of each
 head take turns, as vLLM's on CPUs. Without SmolLM2, random numbers stand in.
 
-Speeds are GB/s of plain bytes on one core: buffers of 1 MiB, among so many that no cache has them.
+Speeds are GB/s of plain bytes on one core: buffers of 1 MiB, among so many that no cache has them;
+then of 32 KiB, as the pages of blocks would be if packing were part of the copies.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from lmcache_redis.config import DEFAULT_SLOT_BYTES
 
 CHUNK_TOKENS = 256
 BUFFER_BYTES = 1 << 20
+PAGE_BYTES = 32 << 10
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 VECTORS = ("plain", "avx2", "avx512", "numpy")
 
@@ -177,12 +179,15 @@ def speed_rows(caches: dict[str, Caches], rounds: int, moved_mib: int) -> list[d
             parts = [chunk for cache in caches[dtype].values() for chunk in _chunks(cache, False)]
             np.copyto(plain.reshape(-1), np.resize(np.concatenate(parts), plain.size))
         element_bytes = 2 if dtype == "noise" else itemsize(dtype)
-        rows += [
-            {"dtype": dtype, "vectors": vectors}
-            | _speeds(plain, stored, back, element_bytes, rounds)
-            for vectors in VECTORS
-            if _use(vectors)
-        ]
+        usable = [vectors for vectors in VECTORS if _use(vectors)]
+        for vectors, nbytes in (
+            *((each, BUFFER_BYTES) for each in usable),
+            (usable[-1], PAGE_BYTES),
+        ):
+            _use(vectors)
+            cut = [memory.reshape(-1, nbytes) for memory in (plain, stored, back)]
+            row = {"dtype": dtype, "vectors": vectors, "KiB": nbytes >> 10}
+            rows.append(row | _speeds(*cut, element_bytes, rounds))
     return rows
 
 
@@ -227,7 +232,7 @@ def _speeds(
     gigabytes = plain.nbytes / 1e9
     of_copy = {name: statistics.median(ratios(times["copy"], times[name])) for name in times}
     return {
-        "ratio": plain.nbytes / sum(nbytes or BUFFER_BYTES for nbytes in used),
+        "ratio": plain.nbytes / sum(nbytes or plain.shape[1] for nbytes in used),
         "memcpy GB/s": gigabytes / statistics.median(times["copy"]),
         "pack GB/s": gigabytes / statistics.median(times["pack"]),
         "pack/memcpy": of_copy["pack"],
