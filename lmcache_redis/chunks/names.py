@@ -35,6 +35,7 @@ from lmcache_redis.chunks.keys import (
     before_hash,
     hash_tag,
     held_ranks,
+    overlapping_ranks,
     share_of,
 )
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
@@ -262,6 +263,7 @@ class ShareKeys:
     def __init__(self, key_prefix: bytes = b"") -> None:
         self._at = len(key_prefix) + len(KEY_MAGIC) + NAMESPACE_BYTES
         self._ranks = functools.lru_cache(maxsize=256)(_held_ranks)
+        self._holders = functools.lru_cache(maxsize=256)(_holding_ranks)
 
     def of(self, key: bytes) -> Sequence[bytes]:
         """Those of a chunk, or of a beginning of keys; of what has no shares, itself."""
@@ -285,6 +287,17 @@ class ShareKeys:
         if first == rank:
             return key
         return key[: self._at] + first + key[self._at + _RANK_BYTES :]
+
+    def holders(self, key: bytes) -> Sequence[bytes]:
+        """The keys of the chunks, of ranks of any size, that have this one or this share."""
+        ranks = self._holders(key[self._at : self._at + _RANK_BYTES])
+        before, behind = key[: self._at], key[self._at + _RANK_BYTES :]
+        return [before + rank + behind for rank in ranks]
+
+
+def _holding_ranks(rank: bytes) -> list[bytes]:
+    ranks = overlapping_ranks(int.from_bytes(rank, "big"))
+    return [*dict.fromkeys((rank, *(each.to_bytes(_RANK_BYTES, "big") for each in ranks)))]
 
 
 def _held_ranks(rank: bytes) -> list[bytes]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chunk in shares: each has some of the model's KV heads, at any size of tensor parallelism.
 
-A rank of any size holds whole shares. They are one part of a chunk to it, to the host pool and to a
-disk. In Redis each is a value of its own, with a kv_rank and a layout that are the same whichever
-rank holds the share:
+A rank of any size holds whole shares. They are one part of a chunk to it and to the host pool. In
+tiers each is a chunk of its own, with a kv_rank and a layout that are the same whichever rank holds
+the share:
 
     a model of 8 heads in 8 shares    TP 1: shares 0 to 7    TP 2: 0 to 3 and 4 to 7    TP 8: one
 

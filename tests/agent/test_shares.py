@@ -21,6 +21,8 @@ from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.device.shares import HeadShares, default_shares, shares_of_rank
 from tests import cuda_driver
 from tests.agent import test_removals as removals
+from tests.agent.test_disk import agent_with_disk
+from tests.agent.test_watching import check_evictions_from_disk
 from tests.cuda_driver.engine import GpuEngine, gpus
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer, stripe_keys
@@ -243,6 +245,33 @@ def test_a_prefix_ends_where_a_share_is_missing(
         assert engine.lookup("r", HASHES) == 128
         assert engine.retrieve("r", HASHES[:8], LOADED[:8]) == set()
         assert engine.holds(model[:, :8], LOADED[:8])
+
+
+def test_sizes_share_one_disk_without_redis(tmp_path: Path, redis_server: RedisServer) -> None:
+    model = kv(4)
+    with agent_with_disk(tmp_path, redis_server) as agent:
+        for ranks in (2, 1, 4):
+            with ShardedEngine(agent.endpoint, ranks, 4) as engine:
+                if ranks == 2:
+                    engine.fill(model, STORED)
+                    engine.store("r", HASHES, STORED)
+                    agent.wait_idle()
+                    redis_server.kill()
+                    continue
+                assert engine.lookup("r", HASHES) == 4 * 64
+                assert engine.retrieve("r", HASHES, LOADED) == set()
+                assert engine.holds(model, LOADED)
+        assert agent.counter("hit_chunks_disk") == 4 + 4
+
+
+def test_a_chunk_has_left_the_disk_with_its_first_share_that_has(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    with (
+        agent_with_disk(tmp_path, redis_server, disk_size="1MiB") as agent,
+        ShardedEngine(agent.endpoint, 1, 4) as engine,
+    ):
+        check_evictions_from_disk(agent, engine)
 
 
 def test_why_says_a_layout_once_and_where_each_part_is(

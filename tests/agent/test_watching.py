@@ -150,23 +150,27 @@ def test_what_the_disk_evicts(tmp_path: Path, redis_server: RedisServer) -> None
         agent_with_disk(tmp_path, redis_server, disk_size="1MiB") as agent,
         Engine(agent.endpoint) as engine,
     ):
-        watcher = watched(engine)
-        engine.store("r1", HASHES, range(12))
-        watcher.wait(0, "disk", NAMES)
-        last: list[bytes] = []
-        for number in range(8):
-            hashes = block_hashes(f"other {number}", 12)
-            last = hashes[CHUNK_BLOCKS - 1 :: CHUNK_BLOCKS]
-            engine.store(f"r{number}", hashes, range(12))
-            agent.wait_idle()
+        check_evictions_from_disk(agent, engine)
 
-        def evicted() -> bool:
-            watcher.poll()
-            on_disk = watcher.there[0, "disk"]
-            return on_disk.isdisjoint(NAMES) and {*last} <= on_disk
 
-        wait_until(evicted, what="evictions from the disk")
-        assert {*NAMES, *last} <= watcher.there[0, "redis"]
+def check_evictions_from_disk(agent: AgentServer, engine: Engine) -> None:
+    watcher = watched(engine)
+    engine.store("r1", HASHES, range(12))
+    watcher.wait(0, "disk", NAMES)
+    last: list[bytes] = []
+    for number in range(8):
+        hashes = block_hashes(f"other {number}", 12)
+        last = hashes[CHUNK_BLOCKS - 1 :: CHUNK_BLOCKS]
+        engine.store(f"r{number}", hashes, range(12))
+        agent.wait_idle()
+
+    def evicted() -> bool:
+        watcher.poll()
+        on_disk = watcher.there[0, "disk"]
+        return on_disk.isdisjoint(NAMES) and {*last} <= on_disk
+
+    wait_until(evicted, what="evictions from the disk")
+    assert {*NAMES, *last} <= watcher.there[0, "redis"]
 
 
 def test_an_engine_with_two_agents_is_not_told(

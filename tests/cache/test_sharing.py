@@ -122,6 +122,14 @@ def test_keys_of_shares_differ_in_their_rank_alone() -> None:
     assert keys.of(HIGH.stem(32)) == [form(number, 1).stem(32) for number in (2, 3)]
 
 
+def test_who_has_a_share() -> None:
+    keys, alone = ShareKeys(PREFIX), form(2, 1).key(NAME)
+    assert [*keys.holders(alone)] == [alone, HIGH.key(NAME), WHOLE.key(NAME)]
+    # Ranks whose nodes are not one node are no shares, though they look like some.
+    plain = ChunkForm.of(ChunkNames(bytes(32), PREFIX), "m", 0x0402_0200, opaque_pages(9), 1 << 10)
+    assert plain.key(NAME) in keys.holders(plain.key(NAME))
+
+
 def test_what_one_size_has_stored_another_loads(tier: SharingTier) -> None:
     write = store(tier, LOW, payload(0, 2))
     assert write.stored_bytes == 0, "a tier that counts none"

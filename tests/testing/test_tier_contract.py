@@ -170,7 +170,7 @@ class TestDiskTier(TierContract):
             os.close(fifo)  # who has waited reads its end
 
     def damage(self, tier: Tier, key: bytes) -> None:
-        (path,) = self._files()
+        *_, path = sorted(self._files())
         with path.open("r+b") as file:
             file.seek(-1, os.SEEK_END)
             last = file.read(1)
@@ -311,6 +311,21 @@ class TestSharesInMemory(_InShares, TestMemoryTier):
 
 class TestSharesInMemoryWithoutIndex(TestSharesInMemory):
     has_index = False
+
+
+class TestSharesOnDisk(_InShares, TestDiskTier):
+    @contextmanager
+    def opened(self) -> Iterator[Tier]:
+        with super().opened() as tier:
+            yield SharingTier(tier)
+
+
+@pytest.mark.servers
+class TestSharesInObjects(_InShares, TestObjectTier):
+    @contextmanager
+    def opened(self) -> Iterator[Tier]:
+        with super().opened() as tier:
+            yield SharingTier(tier)
 
 
 @pytest.mark.servers

@@ -114,7 +114,6 @@ class Watches:
         }
         self._not_known: set[bytes] = set()  # of these, to be asked about again
         self._in_redis: dict[bytes, None] = {}  # as schedulers were told, the oldest first
-        self._of_share: dict[bytes, set[bytes]] = {}  # of these, by the key of each share
 
     def watch(
         self,
@@ -153,11 +152,11 @@ class Watches:
         else:
             self._plane.removals.stop()
             self._in_redis.clear()
-            self._of_share.clear()
 
     def _evicted_from_disk(self, keys: Sequence[bytes]) -> None:
-        # On a thread of the disk tier.
-        self._loop.post(partial(self._pool.seen, self._levels[self._disk], keys, there=False))
+        # On a thread of the disk tier, which is the first.
+        gone = [each for key in keys for each in self._keys.holders(key)]
+        self._loop.post(partial(self._pool.seen, 0, gone, there=False))
 
     def _removed_from_redis(self, keys: Iterable[bytes]) -> None:
         """keys: of chunks, or of shares of them."""
@@ -185,7 +184,7 @@ class Watches:
 
     def _followed(self, keys: Iterable[bytes]) -> list[bytes]:
         """The chunks that have these keys, or shares with them."""
-        chunks = (each for key in keys for each in (key, *self._of_share.get(key, ())))
+        chunks = (each for key in keys for each in self._keys.holders(key))
         return [key for key in dict.fromkeys(chunks) if key in self._in_redis]
 
     def _ask_later(self, keys: Sequence[bytes]) -> None:
@@ -218,12 +217,6 @@ class Watches:
         self._in_redis.pop(key, None)
         if there:
             self._in_redis[key] = None
-        if len(shares := self._keys.of(key)) > 1:
-            for share in shares:
-                chunks = self._of_share.setdefault(share, set())
-                chunks.add(key) if there else chunks.discard(key)
-                if not chunks:
-                    del self._of_share[share]
 
     def _answer_soon(self, watch: _OpenWatch) -> None:
         if len(watch.journal) and watch.reply is not None and not watch.is_due:

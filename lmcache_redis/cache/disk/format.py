@@ -73,6 +73,7 @@ class StoredShape(NamedTuple):
     chunk_bytes: int
     hash_bytes: int
     stripe_payload_bytes: int
+    share: int
 
     @classmethod
     def of(cls, frame: ChunkFrame) -> StoredShape:
@@ -82,6 +83,7 @@ class StoredShape(NamedTuple):
             frame.chunk_bytes,
             len(frame.chunk_hash),
             frame.stripe_payload_bytes,
+            frame.share,
         )
 
     def frame(self, key: bytes) -> ChunkFrame:
@@ -92,6 +94,7 @@ class StoredShape(NamedTuple):
             self.chunk_bytes,
             self.stripe_payload_bytes,
             self.metadata,
+            self.share,
         )
 
 
@@ -172,6 +175,7 @@ def parse_page(page: bytes) -> tuple[bytes, StoredShape]:
         header.chunk_bytes,
         len(header.chunk_hash),
         header.payload_bytes,
+        header.share,
     )
 
 
