@@ -185,9 +185,9 @@ def speed_rows(caches: dict[str, Caches], rounds: int, moved_mib: int) -> list[d
             (usable[-1], PAGE_BYTES),
         ):
             _use(vectors)
-            cut = [memory.reshape(-1, nbytes) for memory in (plain, stored, back)]
+            cut, into, again = (each.reshape(-1, nbytes) for each in (plain, stored, back))
             row = {"dtype": dtype, "vectors": vectors, "KiB": nbytes >> 10}
-            rows.append(row | _speeds(*cut, element_bytes, rounds))
+            rows.append(row | _speeds(cut, into, again, element_bytes, rounds))
     return rows
 
 
