@@ -68,7 +68,10 @@ class SharingTier:
     # ------------------------------------------------------------------ questions
 
     def lookup(self, key: bytes) -> bool | None:
-        found = [self.tier.lookup(each) for each in self._keys.of(key)]
+        keys = self._keys.of(key)
+        if len(keys) == 1:
+            return self.tier.lookup(key)
+        found = [self.tier.lookup(each) for each in keys]
         return None if None in found else all(found)
 
     def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:

@@ -262,11 +262,14 @@ class ShareKeys:
 
     def __init__(self, key_prefix: bytes = b"") -> None:
         self._at = len(key_prefix) + len(KEY_MAGIC) + NAMESPACE_BYTES
+        self._last = slice(self._at + _RANK_BYTES - 1, self._at + _RANK_BYTES)
         self._ranks = functools.lru_cache(maxsize=256)(_held_ranks)
         self._holders = functools.lru_cache(maxsize=256)(_holding_ranks)
 
     def of(self, key: bytes) -> Sequence[bytes]:
         """Those of a chunk, or of a beginning of keys; of what has no shares, itself."""
+        if key[self._last] != _TOGETHER:
+            return (key,)
         ranks = self._ranks(key[self._at : self._at + _RANK_BYTES])
         if len(ranks) < 2:
             return (key,)
@@ -275,8 +278,7 @@ class ShareKeys:
 
     def first_of_each(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """`first` of these. Cheap if none has shares: lookups ask about hundreds."""
-        last = slice(self._at + _RANK_BYTES - 1, self._at + _RANK_BYTES)
-        if _TOGETHER not in {key[last] for key in keys}:
+        if _TOGETHER not in {key[self._last] for key in keys}:
             return keys
         return [self.first(key) for key in keys]
 

@@ -211,7 +211,7 @@ class CpuDevice(DeviceContext):
         """inward: from slots to blocks. All bounds are checked before the first copy."""
         if call.after is not None:
             raise DeviceError("a KV cache in CPU memory takes no signal of a GPU")
-        until_ns = _NEVER_NS if call.until_ns is None else call.until_ns
+        until_ns = min(_NEVER_NS, _NEVER_NS if call.until_ns is None else call.until_ns)
         planner = self._planners[call.group]
         with self._mapped(call):
             plans = [
