@@ -57,9 +57,7 @@ def test_each_size_hits_what_the_other_has_stored(
                 assert answers.setdefault(question, tokens) == tokens
             if number < 2:
                 parts = 2 * min(ranks, heads)
-                wait_until(
-                    lambda least=parts: agent.counter("stored_chunks") >= least, "stores"
-                )
+                wait_until(lambda least=parts: agent.counter("stored_chunks") >= least, "stores")
             agent.wait_idle()
         agent.restart()
     assert "Traceback" not in agent.log
