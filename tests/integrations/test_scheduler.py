@@ -19,6 +19,7 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from vllm.v1.core.block_pool import BlockPool
 
+from lmcache_redis.cache.pacing import Computing, TransferRate, WorthLoading
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.client.scheduler import Ranks
 from lmcache_redis.client.worker import TransferOp
@@ -54,6 +55,7 @@ class ScriptedAdapter:
         self.names_before = False
         self.before = 0  # chunks named before the last lookup
         self.pinned: int | None = None  # if not all of it may be loaded
+        self.answers_in_s = 0.0  # if it is not waited for as long, a lookup is not answered
 
     def chunk_size_tokens(self) -> int:
         return self.chunk
@@ -78,7 +80,7 @@ class ScriptedAdapter:
             self.lookups.append((request_id, first_chunk))
 
     def hit_tokens(self, request_id: str, wait_s: float) -> int | None:
-        return self.tokens
+        return self.tokens if wait_s >= self.answers_in_s else None
 
     def pinned_tokens(self, request_id: str) -> int:
         return (self.tokens or 0) if self.pinned is None else self.pinned
@@ -260,6 +262,21 @@ def test_a_lookup_is_asked_once_and_answered_later(scheduler: ScriptedScheduler)
     scheduler.adapter.tokens = 3 * CHUNK
     assert scheduler.matched_tokens(request, 0) == 3 * CHUNK
     assert scheduler.adapter.lookups == [("r", 0)]
+
+
+def test_an_idle_engine_waits_for_an_agent_that_measures_its_tier(
+    scheduler: ScriptedScheduler,
+) -> None:
+    computing = Computing()
+    computing.told(0.1 / 1024, 0.0, (), 0.0)  # a prompt of 1,024 tokens in 0.1 s
+    measured_s = WorthLoading(computing, 4, 256).patience_s(TransferRate(), 0.0)
+    scheduler.adapter.answers_in_s = measured_s + 0.004  # and the question, over two sockets
+    # Not None: vLLM would run an empty step before it asks again.
+    assert scheduler.matched_tokens(FakeRequest(), 0) == 0
+    run(scheduler, step(new=("r", [*range(1, 18)], 0, 4 * CHUNK)))
+    assert scheduler.matched_tokens(FakeRequest("behind a model's step"), 0) is None
+    run(scheduler, step())
+    assert scheduler.matched_tokens(FakeRequest("behind an empty step"), 0) == 0
 
 
 def test_what_is_before_a_lookup_is_named_if_it_counts(scheduler: ScriptedScheduler) -> None:
