@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
 from lmcache_redis.native import numa
@@ -146,13 +147,16 @@ def _placed(sizes: tuple[int, ...], slot_bytes: int) -> tuple[int, tuple[tuple[i
     """
     used: list[int] = []  # of each slot, in bytes
     places: dict[int, tuple[int, int]] = {}
-    for stripe in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
-        size = sizes[stripe]
+    largest_first = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+    for size, stripes in groupby(largest_first, sizes.__getitem__):
         if size > slot_bytes:
             raise IndexError(f"a stripe of {size} bytes in slots of {slot_bytes}")
-        fits = (slot for slot, nbytes in enumerate(used) if nbytes + size <= slot_bytes)
-        if (slot := next(fits, len(used))) == len(used):
-            used.append(0)
-        places[stripe] = slot, used[slot]
-        used[slot] += size
+        slot = 0
+        for stripe in stripes:
+            while slot < len(used) and used[slot] + size > slot_bytes:
+                slot += 1
+            if slot == len(used):
+                used.append(0)
+            places[stripe] = slot, used[slot]
+            used[slot] += size
     return len(used), tuple(places[stripe] for stripe in range(len(sizes)))

@@ -147,10 +147,13 @@ def held_ranks(kv_rank: int) -> list[int]:
 def overlapping_ranks(kv_rank: int) -> list[int]:
     """The kv_rank of each worker, of any size, that holds some of the same shares.
 
-    A worker's shares are one of the equal parts that all shares can be divided into.
+    A worker's shares are one of the equal parts that all shares can be divided into. Of a rank that
+    names no shares, itself.
     """
     own = held_ranks(kv_rank)
     shares, first = kv_rank >> 24, share_of(own[0])
+    if first >= shares or own[0] != share_rank(shares, first):
+        return [kv_rank]
     found = []
     for held in (each for each in range(1, shares + 1) if shares % each == 0):
         begin = first - first % held

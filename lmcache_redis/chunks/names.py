@@ -298,8 +298,10 @@ class ShareKeys:
 
 
 def _holding_ranks(rank: bytes) -> list[bytes]:
+    if len(rank) < _RANK_BYTES:
+        return [rank]
     ranks = overlapping_ranks(int.from_bytes(rank, "big"))
-    return [*dict.fromkeys((rank, *(each.to_bytes(_RANK_BYTES, "big") for each in ranks)))]
+    return [each.to_bytes(_RANK_BYTES, "big") for each in ranks]
 
 
 def _held_ranks(rank: bytes) -> list[bytes]:

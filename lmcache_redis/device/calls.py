@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import DeviceError
+from lmcache_redis.native.madvise import address_of
 
 _Int64s = npt.NDArray[np.int64]
 _MAX_BYTES = 2**63 - 1
@@ -236,8 +237,9 @@ def _make_shape(
     nbytes = count * page_bytes[segment]
 
     # Cut the pieces where a slot ends.
-    ends = np.cumsum(np.array(slot_bytes, dtype=np.int64))
-    slot_begins = ends - slot_bytes
+    sizes = np.array(slot_bytes, dtype=np.int64)
+    ends = np.cumsum(sizes)
+    slot_begins = ends - sizes
     first = np.searchsorted(ends, begin, side="right")
     parts = np.searchsorted(ends, begin + nbytes, side="left") - first + 1
     piece = np.arange(len(begin)).repeat(parts)
@@ -270,6 +272,14 @@ def checked_ids(block_ids: Sequence[int], num_blocks: int) -> _Int64s:
             f"block ids from {ids.min()} to {ids.max()}; the KV cache has {num_blocks} blocks"
         )
     return ids
+
+
+def addresses(slots: Sequence[memoryview]) -> _Int64s:
+    """Where slots begin. Raises DeviceError unless each is contiguous and writable."""
+    try:
+        return np.array([address_of(slot) for slot in slots], dtype=np.int64)
+    except (BufferError, TypeError, ValueError) as error:
+        raise DeviceError(f"a slot cannot be copied to and from: {error}") from error
 
 
 def check_slots(slot_bytes: Sequence[int], chunk_bytes: int) -> None:

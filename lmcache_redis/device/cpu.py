@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lmcache_redis import native
-from lmcache_redis.device.calls import CopyCall, CopyPlanner, DeviceContext
+from lmcache_redis.device.calls import CopyCall, CopyPlanner, DeviceContext, addresses
 from lmcache_redis.device.handles import SharedMemoryHandle, check_exporter
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import DeviceError
@@ -214,21 +214,19 @@ class CpuDevice(DeviceContext):
         until_ns = min(_NEVER_NS, _NEVER_NS if call.until_ns is None else call.until_ns)
         planner = self._planners[call.group]
         with self._mapped(call):
-            plans = [
-                planner.arrays(
-                    chunk.block_ids, [slot.nbytes for slot in chunk.slots], chunk.skip_blocks
+            bases = np.array([each.address for each in self._maps], dtype=np.int64)
+            copies = []
+            for chunk in call.chunks:
+                sizes = [slot.nbytes for slot in chunk.slots]
+                storage, offset, slot, slot_offset, nbytes = planner.arrays(
+                    chunk.block_ids, sizes, chunk.skip_blocks
                 )
-                for chunk in call.chunks
-            ]
+                blocks = bases[storage] + offset
+                places = addresses(chunk.slots)[slot] + slot_offset
+                copies.append((blocks, places, nbytes) if inward else (places, blocks, nbytes))
             for each in self._maps:
                 each.check()
-            bases = np.array([each.address for each in self._maps], dtype=np.int64)
-            for chunk, (storage, offset, slot, slot_offset, nbytes) in zip(
-                call.chunks, plans, strict=True
-            ):
-                slots = np.array([address_of(each) for each in chunk.slots], dtype=np.int64)
-                blocks, places = bases[storage] + offset, slots[slot] + slot_offset
-                to, source = (blocks, places) if inward else (places, blocks)
+            for to, source, nbytes in copies:
                 if _copy(to, source, nbytes, _PIECE_BYTES, until_ns) < nbytes.sum():
                     raise DeviceError("the lease on the blocks has expired before the copy")
             for each in self._maps:

@@ -25,11 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_redis.device import driver, kernels
-from lmcache_redis.device.calls import CopyCall, CopyPlanner
+from lmcache_redis.device.calls import CopyCall, CopyPlanner, addresses
 from lmcache_redis.device.gpu import BusCopies, CopyStream, Gpu
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.device.table import SegmentTable, Storage, pack_ids, staging_stride_bytes
-from lmcache_redis.native.madvise import address_of
 
 _Int64s = npt.NDArray[np.int64]
 Ready = Callable[[], None]
@@ -61,7 +60,7 @@ class DirectMoves:
             storage, offset, slot, slot_offset, nbytes = self._planner.arrays(
                 chunk.block_ids, slot_bytes, chunk.skip_blocks
             )
-            slots = _addresses(chunk.slots)
+            slots = addresses(chunk.slots)
             parts.append((slots[slot] + slot_offset, self._bases[storage] + offset, nbytes))
         copies = BusCopies(*(np.concatenate(column) for column in zip(*parts, strict=True)))
         ready()
@@ -128,7 +127,7 @@ class KernelMoves:
         slots = [slot for chunk in call.chunks for slot in chunk.slots]
         sizes = np.array([slot.nbytes for slot in slots], dtype=np.int64)
         number, offset = np.divmod(np.cumsum(sizes) - sizes, chunk_bytes)
-        copies = BusCopies(_addresses(slots), staging + number * stride_bytes + offset, sizes)
+        copies = BusCopies(addresses(slots), staging + number * stride_bytes + offset, sizes)
         launches = [
             (self._function(each.width, scatter=scatter), each)
             for each in self._placed(n_blocks, stream)
@@ -173,7 +172,3 @@ def moves_of(layout: KVLayout, storages: Sequence[Storage], gpu: Gpu) -> Moves:
     if min(segment.page_bytes for segment in layout.segments) >= gpu.direct_copy_bytes:
         return DirectMoves(layout, storages)
     return KernelMoves(layout, storages, gpu)
-
-
-def _addresses(slots: Sequence[memoryview]) -> _Int64s:
-    return np.array([address_of(slot) for slot in slots], dtype=np.int64)

@@ -4,7 +4,6 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h> /* setup.py limits it to the stable ABI */
 
-#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 #include <time.h>

@@ -159,6 +159,11 @@ class TestArena:
             for index, view in enumerate(pool.views(each, sizes)):
                 assert view == bytes([16 * number + index]) * len(view)
 
+    def test_as_many_stripes_as_can_be_numbered(self, arena: Arenas) -> None:
+        pool = arena(PAGE, PAGE)
+        assert pool.units([PAGE] * 0xFFFF) == 0xFFFF
+        assert pool.units([PAGE - 100, 100] * 0x7FFF) == 0x7FFF
+
     def test_what_fills_no_slot_is_not_used(self, arena: Arenas) -> None:
         pool = arena(4 * PAGE - 1, PAGE)
         assert (pool.capacity, pool.size_bytes) == (3, 3 * PAGE)

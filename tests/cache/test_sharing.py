@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 
@@ -126,8 +127,13 @@ def test_who_has_a_share() -> None:
     keys, alone = ShareKeys(PREFIX), form(2, 1).key(NAME)
     assert [*keys.holders(alone)] == [alone, HIGH.key(NAME), WHOLE.key(NAME)]
     # Ranks whose nodes are not one node are no shares, though they look like some.
-    plain = ChunkForm.of(ChunkNames(bytes(32), PREFIX), "m", 0x0402_0200, opaque_pages(9), 1 << 10)
-    assert plain.key(NAME) in keys.holders(plain.key(NAME))
+    random = Random(3)
+    for rank in (0x0402_0200, 0x0203_0203, 0, 0xFFFF_FFFF, *map(random.getrandbits, [32] * 300)):
+        plain = ChunkForm.of(ChunkNames(bytes(32), PREFIX), "m", rank, opaque_pages(9), 1 << 10)
+        held = keys.holders(plain.key(NAME))
+        assert plain.key(NAME) in held
+    for odd in (b"", PREFIX, PREFIX + b"lmcr2:", b"\xff" * 60):
+        assert odd in keys.holders(odd)
 
 
 def test_what_one_size_has_stored_another_loads(tier: SharingTier) -> None:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_redis.device import cpu
-from lmcache_redis.device.calls import DeviceContext
+from lmcache_redis.device.calls import ChunkCopy, CopyCall, DeviceContext
 from lmcache_redis.device.context import ExportedCaches, export_kv_caches
 from lmcache_redis.device.cpu import CpuDevice
 from lmcache_redis.device.handles import SharedMemoryHandle
@@ -345,6 +345,24 @@ class TestRefused:
         device.close()
         assert bytes_of(caches) == before
         assert set(slots[0]) == {0xA5}
+
+    @pytest.mark.parametrize("bad", ["read-only", "reversed", "released"])
+    def test_a_later_slot_that_cannot_be_used_touches_nothing(self, own: Own, bad: str) -> None:
+        caches, layout, handles = own
+        device = CpuDevice([layout], handles)
+        before = bytes_of(caches)
+        first, second = (memoryview(bytearray(b"\xa5" * layout.block_bytes)) for _ in range(2))
+        if bad == "released":
+            second.release()
+        else:
+            second = second.toreadonly() if bad == "read-only" else second[::-1]
+        call = CopyCall([ChunkCopy([0], [first]), ChunkCopy([1], [second])])
+        for copy in (device.gather, device.scatter):
+            with pytest.raises((DeviceError, ValueError)):
+                copy(call)
+        device.close()
+        assert bytes_of(caches) == before
+        assert set(first) == {0xA5}
 
     def test_a_signal(self, own: Own) -> None:
         _, layout, handles = own

@@ -86,6 +86,11 @@ class StoredShape(NamedTuple):
             frame.share,
         )
 
+    def is_of(self, frame: ChunkFrame) -> bool:
+        """Whether that is its frame, but for how it is cut into stripes."""
+        cut = self._replace(stripe_payload_bytes=frame.stripe_payload_bytes)
+        return cut == StoredShape.of(frame)
+
     def frame(self, key: bytes) -> ChunkFrame:
         """The frame of the chunk with this key, which ends with the chunk's hash."""
         return ChunkFrame(

@@ -102,11 +102,11 @@ class DiskStore:
             if evicted is None:
                 return WriteOutcome.FULL
             self._writing(file.nbytes)
-        if evicted and self.on_evicted is not None:
-            self.on_evicted([each.key for each in evicted])
         for each in evicted:
             self._unlink(each)
         try:
+            if evicted and self.on_evicted is not None:
+                self.on_evicted([each.key for each in evicted])
             self._files.write(key, file.sequence, frame, payload)
         except BaseException as error:
             with self._lock:
@@ -128,7 +128,7 @@ class DiskStore:
     def load(self, key: bytes, frame: ChunkFrame, payload: memoryview) -> ReadOutcome:
         """Fill the payload with the chunk, whatever its stripes; make it the most recently used."""
         while (file := self.find(key)) is not None:
-            if file.cut[:4] != StoredShape.of(frame)[:4]:
+            if not file.cut.is_of(frame):
                 return ReadOutcome.FOREIGN
             try:
                 fd = open_file(self._files.path(key, file.sequence))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,30 @@ def test_evictions_are_told_and_counted_once(store: Store) -> None:
     assert store.has(0, 3, 4)
     assert store.used_bytes == disk_use(store.directory) == 2 * FILE_BYTES + 4 * 4096
     store.store.on_evicted = None
+
+
+def test_evictions_that_cannot_be_told_leave_the_books_right(store: Store) -> None:
+    for number in range(5):
+        store.write(number)
+
+    def fail(_: object) -> None:
+        raise RuntimeError("a bug")
+
+    store.store.on_evicted = fail
+    with pytest.raises(RuntimeError):
+        store.write(5, 3 * 4096)
+    store.store.on_evicted = None
+    assert store.used_bytes == disk_use(store.directory)
+    store.write(5, 3 * 4096)
+    assert store.store.find(store.key(5)) is not None
+
+
+def test_a_share_is_not_taken_for_another(store: Store) -> None:
+    key, payload = store.key(1), memoryview(bytearray(100))
+    frame = NAMES.frame(key_of(1), metadata_of(100), 100)
+    assert store.store.write(key, replace(frame, share=3), payload) is WriteOutcome.STORED
+    assert store.store.load(key, replace(frame, share=3), payload) is ReadOutcome.LOADED
+    assert store.store.load(key, replace(frame, share=2), payload) is ReadOutcome.FOREIGN
 
 
 def test_larger_files_that_are_evicted_leave_their_surplus(store: Store) -> None:
