@@ -77,6 +77,17 @@ def test_an_engine_that_was_not_seen_asks_for_nothing() -> None:
     assert str(resolve_kv_cache_layout(config, [EVERY, EVERY]).name) == "LBNHC"
 
 
+@pytest.mark.parametrize(("device", "layout"), [("cpu", None), ("cuda", "BLNHC")])
+def test_mla_on_a_cpu_needs_blocks_that_are_one_piece(
+    monkeypatch: pytest.MonkeyPatch, device: str, layout: str | None
+) -> None:
+    config = VllmConfig(kv_transfer_config=KVTransferConfig(**transfer(kv_cache_layout="BLNHC")))
+    monkeypatch.setattr(support, "is_of_an_engine", lambda _: True)
+    monkeypatch.setattr(config, "model_config", SimpleNamespace(use_mla=True))
+    monkeypatch.setattr(config.device_config, "device_type", device)
+    assert support.wanted_layout(config) == layout
+
+
 def test_an_error_of_ours_does_not_end_the_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -124,7 +124,8 @@ def _device(vllm_config: VllmConfig) -> str:
 def wanted_layout(vllm_config: VllmConfig) -> str | None:
     """The order of the KV cache in memory that the engine asks vLLM for.
 
-    vLLM would end for a name that it does not know, and if children of a MultiConnector differ.
+    vLLM would end for a name that it does not know, and if children of a MultiConnector differ. Its
+    MLA on a CPU ends with the first prompt, unless the blocks of a layer are one piece.
     """
     assert vllm_config.kv_transfer_config is not None
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -134,7 +135,8 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
         return None  # it is reported where the cache stays off
     layouts = needs.LAYOUTS.load()
     is_known = layouts is not None and layout in layouts.__members__
-    return layout if is_known and is_of_an_engine(vllm_config) else None
+    of_cpu = _device(vllm_config) == "cpu" and needs.USE_MLA.of(vllm_config.model_config)
+    return layout if is_known and not of_cpu and is_of_an_engine(vllm_config) else None
 
 
 def unfit_settings(vllm_config: VllmConfig) -> Iterator[str]:
