@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from random import Random
 
 import pytest
@@ -15,7 +16,19 @@ from lmcache_redis.chunks.names import ChunkForm, ChunkNames, ShareKeys, opaque_
 from lmcache_redis.errors import FormatError
 from lmcache_redis.objects.cache import HeapMemory
 from lmcache_redis.testing.memory_tier import MemoryTier
-from lmcache_redis.tiers import ChunkIO, ExistsResult, ReadOutcome, WriteOutcome
+from lmcache_redis.tiers import (
+    CallOutcome,
+    ChunkIO,
+    Done,
+    ExistsResult,
+    ReadDone,
+    ReadOutcome,
+    RemoveResult,
+    Tier,
+    WriteDone,
+    WriteOutcome,
+)
+from tests.testing import test_tier_contract as contracts
 
 PREFIX = b"team:"
 NAME = bytes(range(32))
@@ -183,21 +196,133 @@ def test_a_chunk_is_there_with_its_last_share(tier: SharingTier) -> None:
     assert refresh(tier, [WHOLE, LOW, HIGH], 0.0).present == [True] * 3
 
 
-def test_what_has_no_shares_is_passed_on_as_it_is() -> None:
-    class Noted(MemoryTier):
-        jobs: Sequence[ChunkIO] = ()
+def test_who_asks_whether_a_chunk_is_whole_is_told_of_all_shares(tier: SharingTier) -> None:
+    store(tier, LOW, payload(0, 2))
+    found: list[ExistsResult] = []
+    keys = [each.key(NAME) for each in (LOW, WHOLE, HIGH)]
+    tier.exists(keys, time.monotonic() + 30.0, found.append)
+    tier.exist_whole(keys, time.monotonic() + 30.0, found.append)
+    assert [[*each.present] for each in found] == [[True, True, False], [True, False, False]]
 
-        def store_all(self, jobs, done, /):  # type: ignore[no-untyped-def]
-            self.jobs = jobs
-            super().store_all(jobs, done)
 
+class Noted(MemoryTier):
+    """Ends loads when it is told to, and notes what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jobs: Sequence[ChunkIO] = ()
+        self.cancelled: list[ChunkIO] = []
+        self.removed: list[tuple[bytes, int, int | None]] = []
+
+    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone, /) -> None:
+        self.jobs, self.end = jobs, done
+
+    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone, /) -> None:
+        self.jobs = jobs
+        for each in jobs:
+            each.stored_bytes = 7
+        super().store_all(jobs, done)
+
+    def cancel(self, job: ChunkIO, /) -> None:
+        self.cancelled.append(job)
+
+    def remove(
+        self,
+        key: bytes,
+        deadline: float,
+        done: Done[RemoveResult],
+        stripe_count: int = 0,
+        newest_unix_ms: int | None = None,
+    ) -> None:
+        self.removed.append((key, stripe_count, newest_unix_ms))
+        outcome = CallOutcome.DONE if len(self.removed) == 1 else CallOutcome.TIMED_OUT
+        done(RemoveResult(outcome, 1, 3))
+
+
+def test_a_share_that_is_missing_ends_the_loads_of_the_others() -> None:
+    inside, ended = Noted(), list[tuple[ChunkIO, ReadOutcome]]()
+    tier, whole = SharingTier(inside, PREFIX), job(WHOLE)
+    tier.load_all([whole], lambda *end: ended.append(end))
+    shares = [*inside.jobs]
+    for each in shares[:2]:
+        inside.end(each, ReadOutcome.LOADED)
+    assert not inside.cancelled
+    inside.end(shares[2], ReadOutcome.MISSING)
+    assert inside.cancelled == shares
+    assert not ended, "its slots are still in use"
+    inside.end(shares[3], ReadOutcome.CANCELLED)
+    assert ended == [(whole, ReadOutcome.MISSING)]
+    assert inside.cancelled == shares, "once"
+    tier.cancel(whole)
+    assert inside.cancelled[4:] == [whole], "what has ended is not kept"
+
+
+def test_a_share_that_fails_after_another_cancels_nothing_again() -> None:
     inside = Noted()
-    tier, plain = SharingTier(inside, PREFIX), form(1, 1)
+    SharingTier(inside, PREFIX).load_all([job(WHOLE)], lambda *_: None)
+    for each in inside.jobs[:2]:
+        inside.end(each, ReadOutcome.MISSING)
+    assert inside.cancelled == inside.jobs
+
+
+def test_each_share_is_stored_as_the_share_that_it_is() -> None:
+    inside = Noted()
+    tier = SharingTier(inside, PREFIX)
+    write = store(tier, HIGH, payload(2, 2))
+    # The first one, by which a chunk is found, is sent last.
+    assert [each.frame.share for each in inside.jobs] == [4, 3]
+    assert write.stored_bytes == 14
+    tier.cancel(write)
+    assert inside.cancelled == [write], "what has ended is not kept"
+
+
+def test_a_removal_is_one_of_all_shares() -> None:
+    inside, found = Noted(), list[RemoveResult]()
+    tier = SharingTier(inside, PREFIX)
+    tier.remove(HIGH.key(NAME), 1.0, found.append, 6, 77)
+    low, high = (form(number, 1).key(NAME) for number in (2, 3))
+    assert inside.removed == [(low, 3, 77), (high, 3, 77)]
+    assert found == [RemoveResult(CallOutcome.TIMED_OUT, 2, 6)], "one may still be there"
+    tier.remove(low, 1.0, found.append)
+    assert inside.removed[2:] == [(low, 0, None)]
+
+
+PLAIN = ChunkForm.of(ChunkNames(bytes(32), PREFIX), "model", 0, opaque_pages(SIZE), 1 << 10)
+
+
+@pytest.mark.parametrize("plain", [PLAIN, form(1, 1)])
+def test_what_has_no_shares_is_passed_on_as_it_is(plain: ChunkForm) -> None:
+    inside = Noted()
+    tier = SharingTier(inside, PREFIX)
     jobs = [job(plain, payload(1, 1))]
     tier.store_all(jobs, lambda *_: None)
     assert inside.jobs is jobs
+    tier.load_all(jobs, lambda *_: None)
+    assert inside.jobs is jobs
+    assert refresh(tier, [plain], 60.0).present == [True]
     # Beside some that have.
     ended: list[ChunkIO] = []
     mixed = [job(plain), job(HIGH)]
-    tier.load_all(mixed, lambda each, _: ended.append(each))
+    tier.store_all(mixed, lambda each, _: ended.append(each))
     assert ended == mixed
+    tier.load_all(mixed, lambda each, _: ended.append(each))
+    for each in inside.jobs:
+        inside.end(each, ReadOutcome.LOADED)
+    assert ended[2:] == mixed
+
+
+class TestContractInShares(contracts.InShares, contracts.TestMemoryTier):
+    @contextmanager
+    def opened(self) -> Iterator[Tier]:
+        with super().opened() as tier:
+            yield SharingTier(tier)
+
+    def stalled(self, tier: Tier) -> AbstractContextManager[None]:
+        return super().stalled(self.inside(tier))
+
+    def damage(self, tier: Tier, key: bytes) -> None:
+        super().damage(self.inside(tier), ShareKeys().of(key)[3])
+
+
+class TestContractInSharesWithoutIndex(TestContractInShares):
+    has_index = False

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -275,8 +275,8 @@ def form_in_shares(
     return ChunkForm.of(names, model_name, kv_rank, whole, 1 << 14, of_share=share)
 
 
-class _InShares(TierContract):
-    """Chunks that the tier behind has as shares."""
+class InShares(TierContract):
+    """Chunks that the tier behind has as shares. `tests.cache.test_sharing` has one in memory."""
 
     @pytest.fixture(autouse=True)
     def in_shares(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,24 +296,7 @@ class _InShares(TierContract):
         return tier.tier
 
 
-class TestSharesInMemory(_InShares, TestMemoryTier):
-    @contextmanager
-    def opened(self) -> Iterator[Tier]:
-        with super().opened() as tier:
-            yield SharingTier(tier)
-
-    def stalled(self, tier: Tier) -> AbstractContextManager[None]:
-        return super().stalled(self.inside(tier))
-
-    def damage(self, tier: Tier, key: bytes) -> None:
-        super().damage(self.inside(tier), ShareKeys().of(key)[3])
-
-
-class TestSharesInMemoryWithoutIndex(TestSharesInMemory):
-    has_index = False
-
-
-class TestSharesOnDisk(_InShares, TestDiskTier):
+class TestSharesOnDisk(InShares, TestDiskTier):
     @contextmanager
     def opened(self) -> Iterator[Tier]:
         with super().opened() as tier:
@@ -321,7 +304,7 @@ class TestSharesOnDisk(_InShares, TestDiskTier):
 
 
 @pytest.mark.servers
-class TestSharesInObjects(_InShares, TestObjectTier):
+class TestSharesInObjects(InShares, TestObjectTier):
     @contextmanager
     def opened(self) -> Iterator[Tier]:
         with super().opened() as tier:
@@ -329,7 +312,7 @@ class TestSharesInObjects(_InShares, TestObjectTier):
 
 
 @pytest.mark.servers
-class TestSharesInRedis(_InShares, TestRedisPlane):
+class TestSharesInRedis(InShares, TestRedisPlane):
     @contextmanager
     def opened(self) -> Iterator[Tier]:
         with super().opened() as tier:
