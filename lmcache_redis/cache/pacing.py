@@ -285,7 +285,7 @@ def prefix_worth_loading(
 class PrefixNeeds:
     """What the prefixes of one lookup need. reaches: of each row. Raises ValueError."""
 
-    def __init__(self, reaches: Sequence[Reach], first_chunk: int = 0, chunk_tokens: int = 0):
+    def __init__(self, reaches: Sequence[Reach], first_chunk: int, chunk_tokens: int):
         # Rows that need only some of a prefix's parts.
         self.bounded = [row for row, reach in enumerate(reaches) if reach.kind != "all"]
         if first_chunk < 0 or chunk_tokens < bool(self.bounded):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 
 import pytest
@@ -52,6 +53,15 @@ def test_what_never_comes_costs_at_most_the_time_of_computing(
     assert awaited.came(0) == 0
 
 
+def test_pauses_double_up_to_a_tenth_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "uniform", lambda least, most: most)
+    awaited, now_s, pauses = AwaitedChunks(computing(), 8, math.inf), 0.0, list[float]()
+    while pause_s := awaited.pause_s(0, CHUNK_TOKENS, now_s):
+        now_s += pause_s
+        pauses.append(pause_s)
+    assert pauses[:7] == [0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.1]
+
+
 def test_an_engine_without_a_measure_waits_for_a_second() -> None:
     ended_s, _ = wait(AwaitedChunks(computing(0.0), 8, 3.0), lambda now_s: 0)
     assert 1.0 - NEAR_S <= ended_s <= 1.0
@@ -60,6 +70,7 @@ def test_an_engine_without_a_measure_waits_for_a_second() -> None:
 def test_a_wait_of_nothing_is_none() -> None:
     awaited = AwaitedChunks(computing(1e-9), 8, math.inf)
     assert awaited.pause_s(0, CHUNK_TOKENS, 0.0) == 0.0
+    assert AwaitedChunks(computing(NEAR_S), 1, math.inf).pause_s(0, 1, 0.0) > 0.0, "the shortest"
     awaited = AwaitedChunks(computing(), 8, math.inf)
     assert awaited.pause_s(8, CHUNK_TOKENS, 0.0) == 0.0
     assert awaited.since_s is None

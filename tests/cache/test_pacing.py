@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from lmcache_redis.cache.pacing import (
     WorthLoading,
     prefix_worth_loading,
 )
+from tests.cache.played import World
 
 MB = 1 << 20
 
@@ -331,3 +333,25 @@ def test_what_has_ended_is_not_computed() -> None:
     assert engine.free_in_s(10.0) == pytest.approx(1.5)
     engine.ended("again")
     assert engine.free_in_s(10.0) == pytest.approx(1.0)
+
+
+# --------------------------------------------------------------- a full pool
+
+
+def test_urgent_lookups_wait_before_the_others_and_each_in_its_turn() -> None:
+    world, told = World([]), list[str]()
+    queue = world.cache.waiting
+    for who, nbytes, urgent in (("a", 1, False), ("b", 20, False), ("c", 300, True)):
+        queue.wait(who, nbytes, partial(told.append, who), urgent)
+    queue.wait("d", 4000, partial(told.append, "d"), True)
+    assert [queue.bytes_before(who) for who in "cdabx"] == [0, 300, 4300, 4301, 4321]
+    assert [queue.is_turn_of(who, urgent=False) for who in "cdax"] == [True, False, False, False]
+    assert not queue.is_turn_of("x", urgent=True)
+    queue.leave("c")
+    queue.leave("x")
+    queue.leave("d")
+    assert queue.is_turn_of("x", urgent=True)
+    queue.wait("a", 2, partial(told.append, "a again"), False)
+    assert (queue.bytes_before("b"), len(queue)) == (2, 2), "it keeps its place"
+    world.loop.run_posted()
+    assert told == ["a again"], "the first is told of room, once"

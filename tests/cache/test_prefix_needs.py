@@ -104,7 +104,7 @@ def longest(
 def test_rows_that_need_all_end_at_their_first_gap() -> None:
     assert longest([ALL, ALL], 1000) == 1000
     assert longest([ALL, ALL], 1000, (700, 1), (500, 0), (900, 0)) == 500
-    assert PrefixNeeds([ALL, ALL]).longest(9, lambda part: part != (4, 1)) == 4
+    assert PrefixNeeds([ALL, ALL], 0, 0).longest(9, lambda part: part != (4, 1)) == 4
 
 
 def test_a_longer_window_needs_a_part_more() -> None:

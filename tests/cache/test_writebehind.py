@@ -15,6 +15,7 @@ from lmcache_redis.cache import doubted, schedule, writebehind
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.writebehind import WriteBehind
+from lmcache_redis.chunks.keys import share_rank
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
 from lmcache_redis.tier_kinds import REDIS
 from lmcache_redis.tiers import (
@@ -124,6 +125,24 @@ def test_what_others_have_claimed_is_asked_about_again(
     assert queue.counted("skipped") == {"skipped_chunks": 3}
 
 
+def test_a_tier_is_told_of_the_shares_of_what_it_transfers(queue: Queue) -> None:
+    names, share = ChunkNames(bytes(32)), opaque_pages(64)
+    form = ChunkForm.of(names, "m", share_rank(4, 1, 2), opaque_pages(128), 64, of_share=share)
+    queue.cache.write_behind(queue.hold(HASHES[0], form), 0.0)
+    queue.loop.run_due()
+    queue.answer(ExistsResult(CallOutcome.DONE, [False]))
+    load = queue.cache.prepare_load(form, HASHES[1], 0, math.inf)
+    assert load is not None
+    queue.cache.begin_loads([load])
+    (write,), (read,) = queue.tier.written, queue.tier.read
+    assert form.shares is not None
+    assert write.shares is form.shares
+    assert read.shares is form.shares
+    queue.end(WriteOutcome.STORED)
+    queue.tier.read_done(read, ReadOutcome.MISSING)
+    queue.loop.run_posted()
+
+
 def test_a_chunk_in_the_queue_is_not_enqueued_again(queue: Queue) -> None:
     queue.enqueue(delay_s=60.0)
     queue.enqueue()
@@ -137,11 +156,14 @@ def test_a_removal_waits_for_the_write_of_its_key(queue: Queue) -> None:
     queue.enqueue()
     queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
     key = FORM.key(HASHES[0])
+    there: list[bool] = []
+    queue.cache.pool.on_change = lambda of, _, is_there: there.extend([is_there] * (of == key))
     queue.writes.remove(key, math.inf, results.append)
     assert queue.tier.cancelled == queue.tier.written[:1]
     assert (queue.tier.removed, queue.writes.is_removing(key)) == ([], True)
-    for job in queue.tier.written:
-        queue.tier.write_done(job, WriteOutcome.CANCELLED)
+    for number, job in enumerate(queue.tier.written):
+        # The first one had ended before.
+        queue.tier.write_done(job, WriteOutcome.CANCELLED if number else WriteOutcome.STORED)
     queue.run(lambda: queue.tier.removed)
     ((removed, done),) = queue.tier.removed
     assert (removed, results, len(queue.writes)) == (key, [], 1)
@@ -149,6 +171,7 @@ def test_a_removal_waits_for_the_write_of_its_key(queue: Queue) -> None:
     queue.loop.run_posted()
     assert results == [RemoveResult(CallOutcome.DONE, 1)]
     assert (len(queue.writes), queue.writes.is_removing(key)) == (0, False)
+    assert there == [False, True, False], "as the listener is told"
     queue.writes.remove(key, math.inf, results.append)
     assert len(queue.tier.removed) == 2, "nothing waits for a change that has ended"
     queue.tier.removed[1][1](RemoveResult(CallOutcome.DONE, 0))
@@ -602,9 +625,10 @@ class PlayedAccount:
     def __init__(self) -> None:
         self.full = {"full"}
         self.drops: list[str] = []
+        self.stores: list[tuple[str, int]] = []
 
     def digest(self, tenant: str) -> bytes:
-        return b""
+        return tenant[:1].encode()
 
     def admits(self, tenant: str) -> bool:
         return tenant not in self.full
@@ -612,7 +636,8 @@ class PlayedAccount:
     def dropped(self, tenant: str) -> None:
         self.drops.append(tenant)
 
-    def stored(self, tenant: str, nbytes: int) -> None: ...
+    def stored(self, tenant: str, nbytes: int) -> None:
+        self.stores.append((tenant, nbytes))
 
 
 class LimitedQueue(Queue):
@@ -648,7 +673,11 @@ def test_a_chunk_over_a_limit_is_counted_once() -> None:
     queue.account.full.clear()
     queue.enqueue()
     queue.answer(ExistsResult(CallOutcome.DONE, [False]))
+    (write,) = queue.tier.written
+    assert write.tenant == b"f"
+    write.stored_bytes = 99  # packed
     queue.end(WriteOutcome.STORED)
+    assert queue.account.stores == [("full", 99)]
     queue.account.full.add("full")
     queue.enqueue()
     assert queue.counted("drop_") == {"drop_quota": 2}, "another time"
