@@ -131,6 +131,23 @@ def test_what_agents_add_is_read_by_the_others() -> None:
     assert sum(plane.numbers.values()) == 110, "nothing is added twice"
 
 
+def test_accounts_that_are_read_together_are_each_their_tenants_own() -> None:
+    here = Played("*=100")
+    assert here.plane.adds_up
+    for tenant in "ab":
+        here.limits.why_not(tenant)
+    here.limits._timer._fire()
+    keys = here.plane.asked[0][0]
+    oldest = keys[BUCKETS], keys[2 * BUCKETS + 1]
+    here.plane.numbers = dict(zip(oldest, (7, 40), strict=True))
+    here.plane.answer()
+    here.loop.run_posted()
+    assert [here.limits.used_by(tenant) for tenant in "ab"] == [7, 40]
+    here.limits.why_not("a")
+    here.exchange()
+    assert here.limits.used_by("b") == 40, "although nobody has asked"
+
+
 def test_an_account_that_was_never_read_is_not_full() -> None:
     here = Played("*=100")
     here.limits.stored("team", 500)

@@ -10,6 +10,7 @@ from lmcache_redis.agent import sessions as sessions_module
 from lmcache_redis.agent.peers import MAX_MODELS, OTHER_MODELS, Peer, Peers
 from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.cache.pool import HostPool
+from lmcache_redis.chunks.keys import hash_tag
 from lmcache_redis.errors import WireError
 from lmcache_redis.metrics import Metrics
 from tests.cache.auditing import audit, slots
@@ -63,6 +64,26 @@ def test_parts_of_a_chunk_are_taken_one_by_one() -> None:
         pool.unpin(taken)
     assert not session.has_pins
     assert session.take(b"chunk", (0, 0)) is None
+
+
+def test_of_a_prompt_that_has_ended_the_end_is_evicted_first() -> None:
+    """Each chunk needs those before it. Its copies have ended in the order of the prompt."""
+    pool = HostPool(slots(6))
+    sessions = Sessions(pool, Metrics())
+    session = sessions.open(("engine", "request"), 0.0, for_lookup=False)
+    session.busy = 1
+    session.stems, chunks = (b"row 0 ", b"row 1 "), [b"a", b"b", b"c"]
+    session.positions = {chunk: number for number, chunk in enumerate(chunks)}
+    keys = [stem + hash_tag(chunk) for chunk in chunks for stem in session.stems]
+    for key in keys:
+        entry = pool.reserve(key, 1)
+        assert entry is not None
+        pool.publish(entry)
+        pool.unpin(entry)
+    sessions.finish(session)
+    for left in (4, 2):
+        assert pool.reserve(None, 2) is not None
+        assert [key in pool for key in keys] == [True] * left + [False] * (6 - left)
 
 
 def test_a_lookup_keeps_a_session_until_its_engine_ends_it() -> None:

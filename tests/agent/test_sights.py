@@ -128,6 +128,13 @@ def test_a_chunk_is_written_when_a_second_request_names_it(tmp_path: Path) -> No
         assert (counters["gathered_chunks"], counters["drop_admission"]) == (4, 4)
         ask(engine, "third", hashes)
         assert settled(agent)["stored_chunks"] == 4
+        # Nothing was held back of what a second request is the first to store.
+        others = block_hashes("another prompt", 16)
+        engine.lookup("aborted", others)
+        engine.scheduler.end_session("aborted")
+        assert ask(engine, "computes", others) == 0
+        wait_until(lambda: settled(agent)["stored_chunks"] == 8, "the writes")
+        assert settled(agent)["drop_admission"] == 4
 
 
 @pytest.mark.servers

@@ -85,6 +85,16 @@ def test_a_chunk_whose_copy_fails_after_the_answer_is_not_cached(chunks_a_call: 
     played.close()
 
 
+def test_a_store_takes_the_time_until_its_blocks_are_read() -> None:
+    played, began_s = Played(Device()), time.monotonic()
+    played.store().start()
+    played.run(lambda: played.session.busy == 0)
+    seconds = played.metrics.registry.get_sample_value("lmcache_redis_store_seconds_sum")
+    assert seconds is not None
+    assert 0 <= seconds <= time.monotonic() - began_s
+    played.close()
+
+
 def test_a_hung_device_keeps_only_what_it_has_begun() -> None:
     released = threading.Event()
     played = Played(Device(during=lambda: released.wait(30)))  # type: ignore[arg-type]
