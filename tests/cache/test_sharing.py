@@ -48,6 +48,7 @@ def form(first: int, held: int, shares: int = SHARES) -> ChunkForm:
 
 
 WHOLE, LOW, HIGH = form(0, 4), form(0, 2), form(2, 2)
+PLAIN = ChunkForm.of(ChunkNames(bytes(32), PREFIX), "model", 0, opaque_pages(SIZE), 1 << 10)
 
 
 def job(of: ChunkForm, payload: bytes = b"") -> ChunkIO:
@@ -88,7 +89,7 @@ def test_ranks_of_shares_that_are_held_together() -> None:
     # A rank of its own has a local rank below the size of a world.
     for alone in (share_rank(8, 7), share_rank(255, 254), 0, 0xFFFF_FFFF, 0x0000_00FF, 0x0801_08FF):
         assert held_ranks(alone) == [alone]
-    for shares, first, held in ((8, 6, 3), (8, 0, 0), (8, 0, 9)):
+    for shares, first, held in ((8, 6, 3), (8, 7, 2), (8, 0, 0), (8, 0, 9)):
         with pytest.raises(FormatError):
             share_rank(shares, first, held)
     whole, share = opaque_pages(6000), opaque_pages(999)
@@ -118,6 +119,11 @@ def test_a_share_is_cut_as_a_chunk_of_its_size_is() -> None:
         assert form(0, held).stripe_sizes == alone.stripe_sizes * held
         assert form(0, held).stripe_payload_bytes == alone.stripe_payload_bytes
         assert form(0, held).frame(NAME).stripe_count == alone.stripe_count, "of the first"
+
+
+def test_a_share_that_is_a_chunk_alone_is_told_from_the_others() -> None:
+    forms = (form(0, 1), form(2, 1), LOW, PLAIN)
+    assert [each.frame(NAME).share for each in forms] == [1, 3, 0, 0]
 
 
 def test_keys_of_shares_differ_in_their_rank_alone() -> None:
@@ -285,9 +291,6 @@ def test_a_removal_is_one_of_all_shares() -> None:
     assert found == [RemoveResult(CallOutcome.TIMED_OUT, 2, 6)], "one may still be there"
     tier.remove(low, 1.0, found.append)
     assert inside.removed[2:] == [(low, 0, None)]
-
-
-PLAIN = ChunkForm.of(ChunkNames(bytes(32), PREFIX), "model", 0, opaque_pages(SIZE), 1 << 10)
 
 
 @pytest.mark.parametrize("plain", [PLAIN, form(1, 1)])

@@ -100,6 +100,12 @@ class TestObjectKey:
         with pytest.raises(FormatError, match="a model name is text"):
             ObjectKey(b"h", name, 0)
 
+    @pytest.mark.parametrize("nbytes", [0, 64, 255])
+    def test_a_key_with_a_hash_that_none_has_is_refused(self, nbytes: int) -> None:
+        encoded = bytes.fromhex("000000000001") + b"m" + bytes([nbytes]) + hash_tag(bytes(nbytes))
+        with pytest.raises(FormatError, match="the length of a chunk hash"):
+            ObjectKey.from_bytes(encoded)
+
     def test_a_model_name_not_in_utf8_is_refused(self) -> None:
         with pytest.raises(FormatError, match="not UTF-8"):
             ObjectKey.from_bytes(bytes.fromhex("000000000001ff01") + b"{00}")
@@ -143,6 +149,7 @@ class TestIntHashes:
 
     def test_of_fewer_bytes(self) -> None:
         assert ObjectKey.Bytes2IntHash(b"\x00\x01\x02\x03") == 0x010203
+        assert ObjectKey.Bytes2IntHash(b"\x07") == 7
 
     @pytest.mark.parametrize("value", [b"", bytes(9), bytes(32), "abc", 5, None])
     def test_other_hashes_are_refused(self, value: Any) -> None:

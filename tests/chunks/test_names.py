@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+from typing import Any
+
 import pytest
 
+from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.names import (
+    MAX_REACH_TOKENS,
     ChunkForm,
     ChunkNames,
     Reach,
@@ -16,6 +21,7 @@ from lmcache_redis.chunks.names import (
     opaque_pages,
     parse_stripe_key,
     stripe_key,
+    tenant_digest,
 )
 from lmcache_redis.errors import FormatError
 from lmcache_redis.resp.routes import slot_of
@@ -31,12 +37,34 @@ def test_a_chunk_key_is_read_out_of_a_stripes_key() -> None:
     assert chunk_key_in(stripe_key(key, 3), b"") is None
 
 
+def test_a_chunk_key_and_what_it_names() -> None:
+    form = ChunkForm.of(NAMES, "org/model", 7, opaque_pages(100), 64)
+    named = ObjectKey(b"h" * 32, "org/model", 7)
+    key = NAMES.chunk_key(named)
+    assert key == form.key(b"h" * 32)
+    assert NAMES.parse(key) == named
+    for other in (ChunkNames(bytes(32), b"mine:"), ChunkNames(NAMES.fingerprint)):
+        assert other.parse(key) is None
+    assert NAMES.parse(key[:-1]) is None
+
+
+def test_keys_of_hashes_that_begin_so() -> None:
+    form = ChunkForm.of(NAMES, "org/model", 7, opaque_pages(100), 64)
+    beginning = form.keys_after(b"ab", 4)
+    assert form.key(b"abcd").startswith(beginning)
+    for other in (b"aacd", b"bbcd", b"abcde"):
+        assert not form.key(other).startswith(beginning)
+
+
 @pytest.mark.parametrize("model", ["org/model", "a{b", "{a}b", "m" * 123])
 @pytest.mark.parametrize("rank", [7, 0x7B017B00])
 def test_a_claim_is_the_key_of_no_chunk(model: str, rank: int) -> None:
     key = ChunkForm.of(NAMES, model, rank, opaque_pages(100), 64).key(b"h" * 32)
     claim = claim_key(key, b"mine:")
-    assert claim.startswith(b"mine:lmcr2:")
+    digest = blake2b(key, digest_size=8).hexdigest().encode()
+    assert claim.startswith(b"mine:lmcr2:claim:" + digest + b"{")
+    assert is_claim_key(claim, b"mine:")
+    assert not is_claim_key(stripe_key(key, 3), b"mine:")
     assert slot_of(claim) == slot_of(stripe_key(key, 3))
     assert claim != claim_key(key[:-1], b"mine:")
     assert chunk_key_in(claim, b"mine:") is None
@@ -46,7 +74,9 @@ def test_a_claim_is_the_key_of_no_chunk(model: str, rank: int) -> None:
 
 def test_an_account_is_the_key_of_no_chunk() -> None:
     account, later = account_keys("Käse}{", (7, 8), b"mine:")
-    assert account.startswith(b"mine:lmcr2:tenant:")
+    digest = tenant_digest("Käse}{")
+    assert len(digest) == 16
+    assert account == b"mine:lmcr2:tenant:%b:7" % digest.hex().encode()
     assert account != later
     assert chunk_key_in(account, b"mine:") is None
     assert not is_claim_key(account, b"mine:")
@@ -67,6 +97,15 @@ def test_an_account_is_the_key_of_no_chunk() -> None:
 )
 def test_blocks_of_a_part(reach: Reach, blocks: int) -> None:
     assert reach.blocks_per_part(16, 16) == blocks
+
+
+def test_a_reach_that_means_nothing_is_refused() -> None:
+    reaches: list[tuple[Any, int]] = [("all", 9), ("state", 1), ("window", 0), ("local", 0)]
+    for kind, tokens in (*reaches, ("window", -1), ("window", MAX_REACH_TOKENS + 1)):
+        with pytest.raises(FormatError, match="reach"):
+            Reach(kind, tokens)
+    assert Reach("window", MAX_REACH_TOKENS).first_token(9) == 0
+    assert Reach().first_token(9) == 0, "full attention reads all"
 
 
 def test_a_form_that_cannot_be_encoded_is_refused() -> None:
