@@ -19,6 +19,7 @@ from lmcache_redis.chunks.frame import (
     Verdict,
     add_checksums,
     describe_header,
+    is_expected,
     mark_packed,
 )
 from lmcache_redis.chunks.keys import ObjectKey, hash_chunks, hash_tag
@@ -386,6 +387,11 @@ class TestCheckHeader:
             with pytest.raises(FormatError):
                 describe_header(header)
 
+    def test_a_header_says_how_many_bytes_follow_it(self) -> None:
+        header, bare = header_of(frame_of(), 1), frame_of().bare_header(1)
+        assert is_expected(header, bare)
+        assert [is_expected(header, bare, 65_536 + n) for n in (-1, 0, 1)] == [False, True, False]
+
     @pytest.mark.parametrize("index", [-1, 3, 70_000])
     def test_an_index_outside_the_chunk_is_a_verdict(self, index: int) -> None:
         assert frame_of().check_header(header_of(frame_of()), index).verdict is Verdict.FOREIGN
@@ -471,6 +477,7 @@ class TestWorkedExample:
         room, key = memoryview(bytearray(len(payload))), documented("example key")
         sealed = SealKeys([bytes(range(32))]).seal(key, header, memoryview(payload), room)
         add_checksums(header, xxh3_64_intdigest(sealed))
+        assert describe_header(header).sealed_with == documented("example seal")[-80:-72]
         value = bytes(header) + bytes(sealed)
         plain = header_of(self.frame(), 1, xxh3_64_intdigest(payload)) + payload
         shown = ((28, 32), (56, 64), (168, 176), (592, 672))
