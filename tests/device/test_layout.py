@@ -19,6 +19,7 @@ from lmcache_redis.device.layout import (
     Pages,
     Segment,
     coalesce,
+    distinct,
     named_pairs,
 )
 from lmcache_redis.errors import ConfigError, DeviceError, FormatError
@@ -43,6 +44,7 @@ class TestSizes:
     def test_of_a_chunk(self) -> None:
         assert LAYOUT.block_bytes == 96
         assert LAYOUT.blocks_per_part(256) == 16
+        assert LAYOUT.blocks_per_part(16) == 1
         assert LAYOUT.metadata(256).length == 1536
 
     @pytest.mark.parametrize("chunk_size_tokens", [8, 24, 0, -16])
@@ -187,6 +189,8 @@ class TestCheck:
         segments = (Segment(0, 0, 8, 8),) * MAX_SEGMENTS
         changed(block_size_tokens=2**31 - 1, segments=segments).check([32])
         changed(num_blocks=1, segments=(Segment(0, 2**63 - 9, 8, 8),)).check([2**64])
+        changed(block_size_tokens=1).check([2**40, 2**40])
+        changed(shares=2, segments=LAYOUT.segments * 2).check([2**40, 2**40])
 
     @given(paged(), st.data())
     def test_refuses_storages_that_are_too_short(self, case: Paged, data: st.DataObject) -> None:
@@ -230,11 +234,21 @@ class TestCheck:
             changed(segments=()),
             changed(segments=(Segment(0, 0, 8, 8),) * (MAX_SEGMENTS + 1)),
             changed(identity=(("model", "m"), ("model", "n"))),
+            changed(shares=-1),
+            changed(shares=2),  # of other pages
+            changed(shares=2, segments=(LAYOUT.segments[0],) * 3),
         ],
     )
     def test_refuses_a_layout(self, layout: KVLayout) -> None:
         with pytest.raises(DeviceError):
             layout.check([2**40, 2**40])
+
+
+def test_the_layout_of_one_share() -> None:
+    several = changed(shares=3, segments=LAYOUT.segments * 3)
+    assert several.share == changed(shares=1)
+    assert several.fingerprint(256) == LAYOUT.fingerprint(256)
+    assert LAYOUT.share == LAYOUT
 
 
 class TestWire:
@@ -270,9 +284,16 @@ class TestCoalesce:
         assert merged == (Segment(0, 0, 16, 32), other)
         assert locations == (MergedAt(0, 8), MergedAt(1, 0), MergedAt(0, 0))
 
+    def test_the_order_is_kept(self) -> None:
+        apart = [Segment(0, 16, 8, 32), Segment(1, 0, 8, 32), Segment(0, 0, 8, 32)]
+        assert coalesce(apart)[0] == tuple(apart)
+
     def test_layers_that_share_a_cache_are_copied_once(self) -> None:
         layers = [Segment(0, 0, 8, 16), Segment(0, 8, 8, 16)]
         assert coalesce(layers * 2)[0] == (Segment(0, 0, 16, 16),)
+        alone, places = distinct(layers * 2)
+        assert alone == tuple(layers)
+        assert places == (MergedAt(0, 0), MergedAt(1, 0)) * 2
 
     @given(paged())
     def test_covers_the_same_bytes_in_no_more_segments(self, case: Paged) -> None:

@@ -9,9 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmcache_redis.device import shares as shares_module
 from lmcache_redis.device.blocks import PagedSegments, TensorView
 from lmcache_redis.device.layout import Pages
-from lmcache_redis.device.shares import Share, default_shares, find_share, shares_of_rank
+from lmcache_redis.device.shares import (
+    HeadShares,
+    Share,
+    default_shares,
+    find_share,
+    find_shares,
+    shares_of_rank,
+)
 from lmcache_redis.errors import ConfigError, DeviceError
 from tests.device.test_blocks import ITEM, strides_of
 
@@ -176,6 +184,20 @@ def view(shape: list[int], order: list[int], **changes: int) -> TensorView:
 def test_pages_that_cannot_be_cut_are_refused(tensor: TensorView, dim: int, why: str) -> None:
     with pytest.raises(DeviceError, match=why):
         find_share([tensor], 5, {"layer.0": dim}, Share(1, 2, 2))
+
+
+def test_shares_of_a_rank_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, dims = view([5, 4, 16, 8], [0, 1, 2, 3]), {"layer.0": 1}
+    one, other = Share(0, 0, 2), Share(1, 2, 2)
+    of_one, of_other = (find_share([tensor], 5, dims, each) for each in (one, other))
+    assert find_shares([tensor], 5, HeadShares(dims, [one], 2)) == of_one
+    both = find_shares([tensor], 5, HeadShares(dims, [one, other], 2))
+    assert both == of_one._replace(segments=(*of_one.segments, *of_other.segments))
+    monkeypatch.setattr(shares_module, "MAX_SEGMENTS", 2)
+    find_shares([tensor], 5, HeadShares(dims, [one, other], 2))
+    monkeypatch.setattr(shares_module, "MAX_SEGMENTS", 1)
+    with pytest.raises(DeviceError, match="2 segments; at most 1 are"):
+        find_shares([tensor], 5, HeadShares(dims, [one, other], 2))
 
 
 def test_a_layer_that_shares_the_kv_of_another_is_copied_once() -> None:
