@@ -4,14 +4,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from lmcache_redis.device.blocks import PagedSegments, TensorView, find_segments
+from lmcache_redis.device import blocks
+from lmcache_redis.device.blocks import (
+    PagedSegments,
+    TensorView,
+    block_dimension,
+    find_segments,
+    view_tensors,
+)
 from lmcache_redis.device.layout import Pages, Segment
 from lmcache_redis.errors import DeviceError
 
@@ -174,6 +184,10 @@ class TestKnownLayouts:
     def test_one_block(self) -> None:
         found = find_segments([cache([1, 2, 4, 16])], 1, {"layer.0": 256})
         assert found.segments == (Segment(0, 0, 256, 256),)
+        # Nothing is that far away: a stride of one block means nothing.
+        for stride in (0, 1000):
+            view = cache([1, 128], strides=(stride, 2))
+            assert find_segments([view], 1, {"layer.0": stride}).segments == found.segments
 
 
 class TestPages:
@@ -198,6 +212,12 @@ class TestPages:
             for n in range(4)
         ]
         assert find_segments(layers, 7).pages == (Pages((1,), "float16", (4, 2, 64)),)
+        beside = [
+            cache([7, 128], name=f"beside.{n}", storage=1, offset=n * 256, strides=(1024, 2))
+            for n in range(4)
+        ]
+        pairs = [*beside, *(replace(each, storage=2) for each in beside)]
+        assert find_segments(pairs, 7).pages == (Pages((2,), "float16", (4, 128)),)
 
     def test_of_separate_storages(self) -> None:
         layers = [cache([7, 128], name=f"layer.{n}", storage=n) for n in range(3)]
@@ -316,6 +336,25 @@ class TestRefused:
             Segment(0, n * 112, 16, 16) for n in range(7)
         )
         assert find_segments([view], 7, {"layer.0": 112}).segments == (Segment(0, 0, 112, 112),)
+        # Of dimensions as far apart, the one that need not be cut: of one block here.
+        assert block_dimension(cache([1, 4, 8]), 1, 64) == (0, 1)
+
+    def test_pages_of_a_size_that_nothing_touching_has(self) -> None:
+        view = cache([7, 2, 64])
+        assert len(find_segments([view], 7, None, {"layer.0": 128}).segments) == 2
+        with pytest.raises(DeviceError, match="has no pages of 64 bytes"):
+            find_segments([view], 7, None, {"layer.0": 64})
+
+    @pytest.mark.parametrize("limit", ["_MAX_PIECES", "MAX_SEGMENTS"])
+    def test_as_many_pieces_as_a_layout_may_have(
+        self, monkeypatch: pytest.MonkeyPatch, limit: str
+    ) -> None:
+        view = cache([4, 7, 8])
+        monkeypatch.setattr(blocks, limit, 4)
+        assert len(find_segments([view], 7).segments) == 4
+        monkeypatch.setattr(blocks, limit, 3)
+        with pytest.raises(DeviceError, match="all tensors over 4, of at most 3"):
+            find_segments([view], 7)
 
     def test_no_blocks(self) -> None:
         with pytest.raises(DeviceError, match="at least one block, not 0"):
@@ -327,6 +366,46 @@ class TestRefused:
         view = cache([rows, 7, 8])
         with pytest.raises(DeviceError, match=f"scattered over {rows} pieces"):
             find_segments([view], 7)
+
+
+def test_a_page_format_never_changes() -> None:
+    """Stored chunks are found by it."""
+    view = cache([7, 2, 4, 16])
+    assert find_segments([view], 7).page_format == "52256e5d85b24641eaa32fcd02bb53ff"
+    of_share = find_segments([view], 7, None, {"layer.0": 128})
+    assert of_share.page_format == "a0aaccc1482e17bb7fac1f6a0e0f0701"
+
+
+class TestTensors:
+    """What an engine registers, as views of its storages."""
+
+    def test_in_the_order_of_their_appearance(self) -> None:
+        whole, other = torch.zeros(7, 2, 8, dtype=torch.float16), torch.zeros(7, 4)
+        views, storages = view_tensors({"k": whole[:, 0], "x": other, "v": whole[:, 1]})
+        assert [(each.name, each.storage, each.offset) for each in views] == [
+            ("k", 0, 0), ("x", 1, 0), ("v", 0, 16),
+        ]  # fmt: skip
+        assert [each.data_ptr() for each in storages] == [whole.data_ptr(), other.data_ptr()]
+        assert (views[2].dtype, views[2].shape, views[2].strides) == ("float16", (7, 8), (32, 2))
+
+    def test_that_cannot_be_registered(self) -> None:
+        states: Any = [torch.zeros(7, 8)] * 2
+        with pytest.raises(DeviceError, match="registered no KV cache tensors"):
+            view_tensors({})
+        with pytest.raises(DeviceError, match="'state' is a list, not one tensor"):
+            view_tensors({"k": torch.zeros(7, 8), "state": states})
+        with pytest.raises(DeviceError, match="KV cache 'k': "):
+            view_tensors({"k": torch.zeros(7, 8, dtype=torch.complex64)})
+
+    def test_of_storages_that_touch_or_overlap(self) -> None:
+        memory = bytearray(128)
+
+        def part(offset: int) -> torch.Tensor:
+            return torch.frombuffer(memory, dtype=torch.uint8, offset=offset, count=64)
+
+        assert len(view_tensors({"b": part(64), "a": part(0)})[1]) == 2
+        with pytest.raises(DeviceError, match="cover the same memory"):
+            view_tensors({"b": part(63), "a": part(0)})
 
 
 def test_the_reference_knows_addresses() -> None:
