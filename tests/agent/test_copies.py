@@ -7,6 +7,7 @@ import math
 import os
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -228,3 +229,26 @@ def test_threads_of_a_gpu_keep_their_priority() -> None:
     assert done.wait(10)
     copies.close(10)
     assert nice == [os.getpriority(os.PRIO_PROCESS, 0)]
+
+
+def test_memory_is_closed_after_its_calls_and_a_close_waits_for_it() -> None:
+    copies, outcomes, called = CopyThreads(1), list[CopyOutcome](), list[str]()
+    released = threading.Event()
+
+    class Device:
+        def end_calls(self) -> None:
+            called.append("end_calls")
+
+        def close(self) -> None:
+            released.wait(30)
+            called.append("close")
+
+    device: Any = Device()
+    copies.close_memory("worker 0", device, outcomes.append)
+    assert not copies.close(0.0)
+    released.set()
+    assert copies.close(30)
+    assert (called, outcomes) == (["end_calls", "close"], [CopyOutcome.DONE])
+    copies.close_memory("worker 1", device, outcomes.append)
+    assert outcomes[1:] == [CopyOutcome.CANCELLED]
+    assert len(called) == 2

@@ -8,10 +8,13 @@ import resource
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from lmcache_redis import messages as m
+from lmcache_redis.agent.copies import CPU
 from lmcache_redis.agent.peers import Peer, Peers, Registration
+from lmcache_redis.device.handles import CudaFdHandle
 from lmcache_redis.processes import process_start_time
 
 NOW_S = 1000.0
@@ -112,6 +115,32 @@ def test_workers_that_have_registered() -> None:
     played.join("a", 0)
     worker = played.join("a", 1, layout=b"1")
     assert played.peers.registered == [worker.registration]
+
+
+def test_where_a_workers_memory_is_and_when_its_chunks_are_written() -> None:
+    def of(storage: Any, on_host_cores: bool) -> Registration:
+        device: Any = SimpleNamespace(on_host_cores=on_host_cores)
+        others: Any = (storage, None)
+        return Registration("a", 0, 64, (), device, others)
+
+    gpu, cpu = of(CudaFdHandle(1, 1, "GPU-1", (), 0, 0, 0), False), of(SimpleNamespace(), True)
+    assert (gpu.place, gpu.write_delay_s) == ("GPU-1", 0.0)
+    assert cpu.place == CPU
+    assert cpu.write_delay_s > 0, "after the first token: the engine uses these cores"
+
+
+def test_a_hello_again_and_another() -> None:
+    peer = Played().join("a", 0)
+    assert peer.is_same(msgspec.structs.replace(peer.hello, call_id=99))
+    assert not peer.is_same(msgspec.structs.replace(peer.hello, world_size=3))
+
+
+def test_nothing_is_mapped_or_used_at_first() -> None:
+    found = Peers()
+    assert (found.mapping, len(found), found.saved_prefill_s) == (0, 0, 0)
+    model, *tenants = found.uses_of("model", "team")
+    assert model is found.models["model"]
+    assert tenants == [*found.tenants.uses_of("team")]
 
 
 class Storage(NamedTuple):

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from lmcache_redis.agent import peers
 from lmcache_redis.agent.peers import CANARIES_AGAIN, LayoutTrust, epoch_of
 
 LAYOUT, OTHER = b"l" * 32, b"o" * 32
@@ -38,3 +41,15 @@ def test_canaries_in_a_row_bring_trust_back() -> None:
     found = [trust.agreed(LAYOUT, BLOCK) for _ in range(CANARIES_AGAIN)]
     assert found == [False] * (CANARIES_AGAIN - 1) + [True]
     assert trust.allows([LAYOUT], BLOCK)
+
+
+def test_of_names_that_clients_give_a_difference_is_said_once_for_a_layout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers, "_MOST_SAID", 2)
+    trust = LayoutTrust()
+    layouts = [LAYOUT, LAYOUT, OTHER, LAYOUT, b"t" * 32, b"t" * 32]
+    assert [trust.differed_by_name(each) for each in layouts] == [
+        True, False, True, False, False, False,
+    ]  # fmt: skip
+    assert trust.allows(layouts, BLOCK), "only the chunk goes"

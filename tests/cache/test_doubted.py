@@ -275,6 +275,7 @@ def test_an_owner_that_stops_tries_once_more_and_says_what_stays(
     assert world.cache.backlog == 0
     world.cache.say_what_stays()
     assert KEY.hex() not in caplog.text
+    assert "1 chunks that were to be removed may still be in Redis" in caplog.text
     assert FORM.key(HASHES[1]).hex() in caplog.text
 
 

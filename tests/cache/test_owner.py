@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_redis.cache.threads import OwnerLoop
+from lmcache_redis.cache.threads import OneTimer, OwnerLoop
 
 
 def test_timers_run_in_order_and_only_when_due() -> None:
@@ -57,3 +57,19 @@ def test_what_runs_again_and_again_survives_its_bugs() -> None:
         now = first + passed
         loop.run_due()
     assert ran == [first + 10, first + 20]
+
+
+def test_one_timer_is_set_earlier_and_not_later() -> None:
+    clock, ran = [0.0], list[float]()
+    loop = OwnerLoop(lambda: None, lambda: clock[0])
+    timer = OneTimer(loop, lambda: ran.append(clock[0]))
+    timer.fire_in(5.0)
+    timer.fire_by(9.0)
+    timer.fire_by(3.0)
+    for clock[0] in (2.0, 3.0, 5.0, 9.0):
+        loop.run_due()
+    assert ran == [3.0]
+    timer.fire_in(2.0)
+    clock[0] = 11.0
+    loop.run_due()
+    assert ran == [3.0, 11.0], "it is set again and again"

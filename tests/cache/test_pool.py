@@ -315,6 +315,24 @@ class TestHostPool:
         assert (told, pool.free) == ([False], 2)
         audit(pool)
 
+    def test_what_is_larger_than_may_stay_leaves_the_others(self) -> None:
+        pool = HostPool(slots(8), idle_limit=2)
+        for key, n_slots in ((b"a", 1), (b"large", 3), (b"b", 1)):
+            ready(pool, key, n_slots)
+        assert [entry.key for entry in pool] == [b"a", b"b"]
+        audit(pool)
+
+    def test_what_is_said_to_be_used_least_goes_first(self) -> None:
+        pool = HostPool(slots(3))
+        held, *_ = (ready(pool, key) for key in (b"a", b"b", b"c"))
+        pool.pin(held)
+        for key in (b"c", b"a", b"never"):
+            pool.touch_least(key)
+        assert pool.reserve(b"d", 1) is not None
+        assert [entry.key for entry in pool] == [b"a", b"b", b"d"]
+        pool.unpin(held)
+        audit(pool)
+
     def test_discarded_while_pinned(self) -> None:
         pool = HostPool(slots(1))
         entry = ready(pool, b"a")

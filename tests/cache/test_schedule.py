@@ -161,6 +161,18 @@ def test_the_queue_is_no_longer_than_the_tier_writes_in_time(writes: WriteSchedu
     assert writes.most_bytes(100) == 1000
 
 
+def test_a_claim_is_for_as_long_as_the_writes_in_flight_may_take(writes: WriteScheduler) -> None:
+    assert (writes.next_s(NOW), writes.claim_s()) == (math.inf, 20.0), "nothing is known"
+    writes.given(100, NOW)
+    writes.answered(100, NOW + 1, is_stored=True)
+    assert writes.claim_s() == 2.0, "the least"
+    add(writes, *map(write_of, range(2)))
+    writes.begin(NOW)
+    assert writes.claim_s() == pytest.approx(4 * 100 / 100), "four times as long"
+    writes.is_stopping = True
+    assert writes.claim_s() == 20.0, "all begin at once"
+
+
 def test_a_write_alone_that_is_tiny_tells_no_rate(writes: WriteScheduler) -> None:
     """It takes a round trip; several that are in flight together tell one."""
     writes.given(99, NOW)

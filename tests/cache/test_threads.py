@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from functools import partial
 
@@ -113,6 +114,33 @@ def test_what_is_late_is_dropped(release: threading.Event) -> None:
     release.set()
     wait_until(lambda: len(ended) == 3)
     assert ended == ["late", "in time", "whenever"]
+    threads.stop()
+    assert threads.join(10)
+
+
+def test_what_has_run_is_kept_no_longer() -> None:
+    """It holds slots, and the next task may come much later."""
+
+    class Task:
+        def __call__(self) -> None:
+            pass
+
+    threads, task = WorkerThreads("test", 1), Task()
+    kept = weakref.ref(task)
+    threads.put(task, lambda: None)
+    del task
+    wait_until(lambda: kept() is None)
+    threads.stop()
+    assert threads.join(10)
+
+
+def test_a_drain_waits_for_what_is_queued(release: threading.Event) -> None:
+    threads, ran = WorkerThreads("test", 1), list[int]()
+    threads.put(partial(release.wait, 30), lambda: None)
+    threads.put(partial(ran.append, 1), lambda: None)
+    threading.Timer(0.05, release.set).start()
+    threads.drain(30)
+    assert ran == [1]
     threads.stop()
     assert threads.join(10)
 

@@ -45,6 +45,7 @@ class Warmed:
         self.world.cache.warming = self.warming
 
     def _rank(self, prefixes: Sequence[bytes], limit: int, deadline_s: float, done: Any) -> None:
+        assert deadline_s > self.world.loop.now()
         self.ranks.append((prefixes, done))
 
     def rank(self, *hashes: bytes, refused: str = "", form: ChunkForm = FORM) -> None:
@@ -91,11 +92,16 @@ def warmed() -> Iterator[Warmed]:
     warmed.world.close()
 
 
-def test_the_most_used_chunks_are_loaded_and_evicted_last(warmed: Warmed) -> None:
+def test_the_most_used_chunks_are_loaded_and_evicted_last(
+    warmed: Warmed, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     pool = warmed.world.cache.pool
     warmed.world.hold(b"asked for")
     warmed.warming.warm([FORM])
     warmed.rank(*HASHES[:3])
+    assert "the most used of 3 chunks" in caplog.text
+    assert "are not known" not in caplog.text
     assert warmed.reading == HASHES[:1], "no rate is known yet"
     assert not warmed.warming.report()["done"]
     warmed.arrive_all()
@@ -202,6 +208,8 @@ def test_it_ends_when_redis_is_down_or_the_agent_stops(warmed: Warmed) -> None:
     other.warming.warm([FORM])
     other.rank(*HASHES[:1])
     other.warming.stop()
+    found = other.warming.report()
+    assert (found["left_chunks"], found["done"]) == (0, True)
     other.arrive(outcome=ReadOutcome.CANCELLED)
     other.turn()
     assert not other.reading
