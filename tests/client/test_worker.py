@@ -256,7 +256,10 @@ def test_another_mapping_frees_the_blocks_of_a_lost_agent(
     assert not later.over, "only a later mapping frees them"
 
 
-def test_memory_is_free_once_the_agent_says_so(node: Node) -> None:
+def test_memory_is_free_once_the_agent_says_so(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    withdrawn: list[int] = []
+    export = worker_module.export
+    monkeypatch.setattr(export, "withdraw", lambda handles: withdrawn.append(len(handles)))
     assert node.worker.unregister(), "nobody has it"
     node.register()
     node.welcome()
@@ -268,6 +271,7 @@ def test_memory_is_free_once_the_agent_says_so(node: Node) -> None:
     (store,) = node.worker.begin_stores(["r"], [TransferOp([1], [A])])
     assert (store.call.lost, store.call.sent) == (True, False), "what it names may be mapped still"
     assert not node.worker.unregister(0.01), "it was asked, and has not answered"
+    assert withdrawn[-2:] == [3, 0], "its own descriptors are closed, once"
     node.agent.answer(m.Done(question.call_id))
     wait_until(node.worker.unregister, "an answer")
     node.register()
