@@ -121,9 +121,10 @@ def test_a_share_is_cut_as_a_chunk_of_its_size_is() -> None:
         assert form(0, held).frame(NAME).stripe_count == alone.stripe_count, "of the first"
 
 
-def test_a_share_that_is_a_chunk_alone_is_told_from_the_others() -> None:
-    forms = (form(0, 1), form(2, 1), LOW, PLAIN)
-    assert [each.frame(NAME).share for each in forms] == [1, 3, 0, 0]
+def test_a_share_is_told_from_the_others() -> None:
+    """Of several the first one."""
+    forms = (form(0, 1), form(2, 1), LOW, HIGH, PLAIN)
+    assert [each.frame(NAME).share for each in forms] == [1, 3, 1, 3, 0]
 
 
 def test_keys_of_shares_differ_in_their_rank_alone() -> None:

@@ -127,7 +127,7 @@ def test_what_others_have_claimed_is_asked_about_again(
 
 def test_a_tier_is_told_of_the_shares_of_what_it_transfers(queue: Queue) -> None:
     names, share = ChunkNames(bytes(32)), opaque_pages(64)
-    form = ChunkForm.of(names, "m", share_rank(4, 1, 2), opaque_pages(128), 64, of_share=share)
+    form = ChunkForm.of(names, "m", share_rank(4, 1), share, 64, of_share=share)
     queue.cache.write_behind(queue.hold(HASHES[0], form), 0.0)
     queue.loop.run_due()
     queue.answer(ExistsResult(CallOutcome.DONE, [False]))
