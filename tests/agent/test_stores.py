@@ -92,6 +92,7 @@ def test_a_store_takes_the_time_until_its_blocks_are_read() -> None:
     seconds = played.metrics.registry.get_sample_value("lmcache_redis_store_seconds_sum")
     assert seconds is not None
     assert 0 <= seconds <= time.monotonic() - began_s
+    assert played.metrics.snapshot()["gathered_chunks"] == 5
     played.close()
 
 

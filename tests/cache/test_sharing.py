@@ -199,8 +199,10 @@ def test_a_writer_claims_all_shares_or_none(tier: SharingTier) -> None:
 def test_a_chunk_is_there_with_its_last_share(tier: SharingTier) -> None:
     for number in range(SHARES):
         assert refresh(tier, [WHOLE], 0.0).present == [False]
+        assert tier.lookup(HIGH.key(NAME)) is False
         store(tier, form(number, 1), payload(number, 1))
     assert refresh(tier, [WHOLE, LOW, HIGH], 0.0).present == [True] * 3
+    assert all(tier.lookup(each.key(NAME)) for each in (WHOLE, LOW, HIGH, form(3, 1)))
 
 
 def test_who_asks_whether_a_chunk_is_whole_is_told_of_all_shares(tier: SharingTier) -> None:
