@@ -14,7 +14,6 @@ failure the next one has twice the time.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,17 +38,15 @@ class EndedPrefixes:
 
     def __init__(self) -> None:
         self._prefixes: dict[bytes, None] = {}
-        self._lengths: Counter[int] = Counter()
+        self._lengths: set[int] = set()  # few: kinds of keys have one each
 
     def add(self, prefix: bytes) -> None:
         if prefix in self._prefixes:
             return
         self._prefixes[prefix] = None
-        self._lengths[len(prefix)] += 1
+        self._lengths.add(len(prefix))
         if len(self._prefixes) > _MOST_PREFIXES:
-            oldest = next(iter(self._prefixes))
-            del self._prefixes[oldest]
-            self._lengths[len(oldest)] -= 1
+            del self._prefixes[next(iter(self._prefixes))]
 
     def has(self, key: bytes) -> bool:
         return any(key[:length] in self._prefixes for length in self._lengths)

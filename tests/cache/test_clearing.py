@@ -64,6 +64,8 @@ def test_a_tier_is_cleared_after_the_writes_in_flight(played: Played) -> None:
     played.loop.run_posted()
     assert len(played.tier.written) == len(HASHES)
     assert played.cache.clear([PREFIX], for_good=True) == len(HASHES)
+    assert not any(FORM.key(name) in played.cache.pool for name in HASHES)
+    assert played.cache.clears.ended.has(FORM.key(HASHES[0]))
     for job in played.tier.written:
         assert not played.tier.cleared
         played.tier.write_done(job, WriteOutcome.STORED)
@@ -77,7 +79,7 @@ def test_a_tier_is_cleared_for_good_by_two_sweeps(played: Played) -> None:
     for outcome in (CallOutcome.UNAVAILABLE, CallOutcome.TIMED_OUT, CallOutcome.DONE) * 2:
         played.swept(outcome)
     assert played.counted("clears_failed") == {"clears_failed": 4}
-    assert played.loop.run_due() > 0
+    assert played.loop.run_due() == 1.0, "no timer is set"
     assert not played.tier.cleared
 
 
@@ -110,6 +112,30 @@ def test_a_pass_has_more_time_after_a_failure(
     assert caplog.text.count("stay in Redis") == 7
     assert caplog.text.count("tried again in") == 1
     assert "stay in Redis (tried again in 60 s): not answered before its deadline" in caplog.text
+
+
+def test_the_newest_beginnings_of_keys_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clearing, "_MOST_PREFIXES", 2)
+    ended = clearing.EndedPrefixes()
+    for prefix in (b"ab", b"cde", b"ab", b"f"):
+        ended.add(prefix)
+    keys = (b"cdex", b"cde", b"fg", b"cd", b"abx", b"xab", b"")
+    assert [ended.has(key) for key in keys] == [True] * 3 + [False] * 4
+
+
+def test_of_what_waits_for_a_pass_the_newest_is_kept(
+    slow: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clearing, "_MOST_PREFIXES", 2)
+    slow.cache.clear([b"1"])
+    slow.cache.clear([b"2", b"3", b"4"])
+    for due in ([b"1"], [b"3", b"4"]):
+        ((prefixes, _, done),) = slow.tier.cleared
+        assert prefixes == due
+        slow.tier.cleared.clear()
+        done(RemoveResult(CallOutcome.DONE))
+        slow.loop.run_posted()
+    assert not slow.tier.cleared
 
 
 def test_nothing_to_clear_asks_nothing(slow: Played) -> None:

@@ -230,6 +230,7 @@ class TestArena:
         before = resident_bytes()
         assert not pool.prefault(stop)
         assert resident_bytes() - before < 32 << 20
+        assert pool.prefaulted_bytes == pool.size_bytes, "nothing is waited for"
 
     def test_close_gives_the_memory_back(self) -> None:
         pool = Arena(64 << 20, 1 << 20)
