@@ -189,10 +189,11 @@ class TestArena:
         done_bytes = []
         monkeypatch.setattr(
             "lmcache_redis.cache.arena.fault_in",
-            lambda *_, for_write: done_bytes.append(pool.prefaulted_bytes) or True,
+            lambda _, nbytes, for_write: done_bytes.append((pool.prefaulted_bytes, nbytes)) or True,
         )
         assert pool.prefault(threading.Event())
-        assert done_bytes == [0, 2 << 20, 4 << 20]
+        mib = 1 << 20
+        assert done_bytes == [(0, 2 * mib), (2 * mib, 2 * mib), (4 * mib, mib)]
         assert pool.prefaulted_bytes == 5 << 20
 
     def test_prefault_leaves_the_cores_to_engines_that_compute(
