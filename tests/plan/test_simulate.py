@@ -145,15 +145,16 @@ def test_chunks_are_counted_from_the_beginning_of_the_prompt() -> None:
     columns.add(50.0, range(11, 20), asked=5, first=1)  # blocks 1 to 9 of a prompt
     columns.add(55.0, range(10, 20), asked=10)  # all of it
     columns.add(60.0, range(20, 26), asked=6, first=6)
+    columns.add(65.0, [10, 11, 30], asked=2)  # another block 2, which was generated
     trace = columns.trace(BlockLayout(10, CHUNK_BYTES, {FULL_REACH: CHUNK_BYTES})).in_chunks(30)
     # Chunks end with the blocks 2, 5 and 8: the second, the fifth and the eighth that are named.
-    assert np.diff(trace.starts).tolist() == [3, 3, 2]
-    assert trace.asked.tolist() == [2, 3, 2]
-    assert trace.first.tolist() == [0, 0, 2]
+    assert np.diff(trace.starts).tolist() == [3, 3, 2, 1]
+    assert trace.asked.tolist() == [2, 3, 2, 0]
+    assert trace.first.tolist() == [0, 0, 2, 0]
     assert trace.ids[:3].tolist() == trace.ids[3:6].tolist()
-    assert len({*trace.ids.tolist()}) == 5
+    assert len({*trace.ids.tolist()}) == 6
     assert trace.layout.block_tokens == 30
-    assert trace.duration_s == 10.0
+    assert trace.duration_s == 15.0
 
 
 # ---------------------------------------------------------------- pacing
