@@ -267,13 +267,24 @@ def test_an_answer_after_the_end_changes_nothing(tiers: Tiers) -> None:
     assert tiers.cache.pool.pinned == 0
 
 
-def test_a_deadline_before_the_scan_answers_with_the_pool(tiers: Tiers) -> None:
+def test_a_deadline_before_the_scan_answers_with_the_pool(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiers.redis.is_probed = False
     tiers.hold(HASHES[0])
+    looks: list[float] = []
+    at = tiers.loop.at
+
+    def noted(due_s: float, action: Callable[[], None]) -> Any:
+        looks.append(due_s)
+        return at(due_s, action)
+
     tiers.look_up(within_s=0.05)
+    monkeypatch.setattr(tiers.loop, "at", noted)
     tiers.run(lambda: tiers.found)
     assert tiers.found == [(1, {"disk": 0, "Redis": 0})]
     assert tiers.redis.scanned == [], "a server that was never asked is waited for"
+    assert len(looks) < 20, "it pauses for 10 ms before it looks again"
 
 
 @pytest.mark.parametrize(
