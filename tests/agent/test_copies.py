@@ -231,7 +231,7 @@ def test_threads_of_a_gpu_keep_their_priority() -> None:
     assert nice == [os.getpriority(os.PRIO_PROCESS, 0)]
 
 
-def test_memory_is_closed_after_its_calls_and_a_close_waits_for_it() -> None:
+def test_memory_is_closed_after_its_calls_and_waited_for() -> None:
     copies, outcomes, called = CopyThreads(1), list[CopyOutcome](), list[str]()
     released = threading.Event()
 

@@ -131,7 +131,7 @@ def test_what_agents_add_is_read_by_the_others() -> None:
     assert sum(plane.numbers.values()) == 110, "nothing is added twice"
 
 
-def test_accounts_that_are_read_together_are_each_their_tenants_own() -> None:
+def test_accounts_read_together_are_each_their_tenants_own() -> None:
     here = Played("*=100")
     assert here.plane.adds_up
     for tenant in "ab":

@@ -117,7 +117,7 @@ def test_workers_that_have_registered() -> None:
     assert played.peers.registered == [worker.registration]
 
 
-def test_where_a_workers_memory_is_and_when_its_chunks_are_written() -> None:
+def test_where_memory_is_and_when_its_chunks_are_written() -> None:
     def of(storage: Any, on_host_cores: bool) -> Registration:
         device: Any = SimpleNamespace(on_host_cores=on_host_cores)
         others: Any = (storage, None)

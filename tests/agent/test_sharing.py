@@ -72,7 +72,7 @@ def test_an_engine_has_the_layouts_of_all_ranks() -> None:
     assert (row["engines"], row["layouts"]) == (["a"], hexes(*RANKS))
 
 
-def test_an_engine_with_other_ranks_elsewhere_shares_what_it_has_here() -> None:
+def test_an_engine_in_part_here_shares_what_it_has_here() -> None:
     here = worker("in part", RANKS[1], rank=1)
     whole = [worker("whole", each, rank=rank) for rank, each in enumerate(RANKS)]
     (row,) = sharing([here, *whole])

@@ -43,7 +43,7 @@ def test_canaries_in_a_row_bring_trust_back() -> None:
     assert trust.allows([LAYOUT], BLOCK)
 
 
-def test_of_names_that_clients_give_a_difference_is_said_once_for_a_layout(
+def test_a_difference_under_a_clients_name_is_said_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(peers, "_MOST_SAID", 2)

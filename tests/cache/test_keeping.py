@@ -80,7 +80,7 @@ def test_what_the_pool_serves_is_reported_after_the_answer(hot: Hot) -> None:
     assert len(hot.redis.refreshed) == 1
 
 
-def test_a_tier_that_was_told_of_the_end_of_a_prefix_is_not_told_again(hot: Hot) -> None:
+def test_a_tier_that_knows_of_a_prefixs_end_is_not_told_again(hot: Hot) -> None:
     """The end is used least: whoever has told of it has told of what comes before."""
     hot.entries[-1].refreshed_s = math.inf
     hot.look_up()

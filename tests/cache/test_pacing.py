@@ -338,7 +338,7 @@ def test_what_has_ended_is_not_computed() -> None:
 # --------------------------------------------------------------- a full pool
 
 
-def test_urgent_lookups_wait_before_the_others_and_each_in_its_turn() -> None:
+def test_urgent_lookups_wait_before_the_others() -> None:
     world, told = World([]), list[str]()
     queue = world.cache.waiting
     for who, nbytes, urgent in (("a", 1, False), ("b", 20, False), ("c", 300, True)):
