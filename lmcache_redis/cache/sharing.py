@@ -236,7 +236,7 @@ class _Whole:
 
     def __init__(self, job: ChunkIO) -> None:
         self.job = job
-        self.left = 0
+        self.left: int
         self.is_given_up = False
         self.outcomes: dict[ChunkIO, Any] = {}
         self._lock = threading.Lock()

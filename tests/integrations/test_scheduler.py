@@ -264,7 +264,7 @@ def test_a_lookup_is_asked_once_and_answered_later(scheduler: ScriptedScheduler)
     assert scheduler.adapter.lookups == [("r", 0)]
 
 
-def test_an_idle_engine_waits_for_an_agent_that_measures_its_tier(
+def test_an_idle_engine_waits_for_a_tier_that_is_measured(
     scheduler: ScriptedScheduler,
 ) -> None:
     computing = Computing()
