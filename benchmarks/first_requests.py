@@ -6,10 +6,7 @@ model, one of them without a connector, answer the same prompts one after anothe
 of them in its turn. All chunks are in a Redis behind a link that a token bucket limits (`link`).
 The agent is started right before the turn of its engine, and ends behind it. That pause does not
 count: after 1.5 s of idle time the engine without a connector is as fast as without.
-
-The engines keep the memory of their heaps. Else glibc gives it back between some requests and not
-between others, by what it did before: of two engines that compute the same 1,201 tokens, one then
-has 10,000 page faults a request, and takes 95 ms instead of 83.
+The engines keep their heaps (`testkit.engine.KEPT_HEAP`).
 """
 
 from __future__ import annotations
@@ -27,11 +24,10 @@ from benchmarks.report import rotated
 from benchmarks.slow_link import SHAPE
 from demo.model import make_model, make_prompts
 from testkit.agent import AgentServer
-from testkit.engine import EngineProcess
+from testkit.engine import KEPT_HEAP, EngineProcess
 
 REQUESTS = 6
 PLAIN, ADAPTIVE = "no connector", "adaptive"
-_KEPT_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
 
 
 def run(
@@ -63,7 +59,7 @@ def run(
                     log_path=output_dir / f"{name}.log",
                     connector_endpoint=endpoint if name == ADAPTIVE else None,
                     options={"dtype": SHAPE.dtype, "max_model_len": prompt_tokens + 64},
-                    env=_KEPT_HEAP,
+                    env=KEPT_HEAP,
                 )
             )
             for name in (PLAIN, ADAPTIVE)

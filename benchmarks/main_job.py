@@ -42,7 +42,7 @@ from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.resp import RedisOptions
 from testkit.agent import AgentServer
-from testkit.engine import Answer, EngineProcess
+from testkit.engine import KEPT_HEAP, Answer, EngineProcess
 
 REDIS_BYTES = 6 << 30
 POOL_BYTES = 4 << 30
@@ -224,6 +224,7 @@ class _Job:
             connector_endpoint=None if agent is None else agent.endpoint,
             connector={"share_across_tp": True} if name == SHARED else None,
             options=options | {"dtype": self._shape.dtype, "max_model_len": self._tokens + 64},
+            env=KEPT_HEAP,
         ) as engine:
             if agent is not None:
                 agent.wait_engine()

@@ -23,7 +23,7 @@ from benchmarks.plots import COLOURS, draw
 from benchmarks.report import ratios, rotated
 from demo.model import ModelShape, make_model, make_prompts
 from testkit.agent import AgentServer
-from testkit.engine import EngineProcess
+from testkit.engine import KEPT_HEAP, EngineProcess
 
 # 8 KiB of KV a token.
 SHAPE = ModelShape(layers=1, dtype="float32", itemsize=4)
@@ -123,6 +123,7 @@ def _engine(
         log_path=output_dir / f"{name}.log",
         kv_transfer=None if endpoint is None else kv_transfer,
         options={"dtype": dtype, "max_model_len": prompt_tokens + 64},
+        env=KEPT_HEAP,
     )
 
 
