@@ -245,13 +245,12 @@ def opaque_pages(nbytes: int) -> RemoteMetadata:
 class Shares:
     """The shares that a chunk consists of, of equal size, each cut into stripes as a chunk is.
 
-    first: the number of the first one. metadata: of one share, serialized. share_bytes: of each.
+    first: the number of the first one. metadata: of one share, serialized.
     """
 
     first: int
     count: int
     metadata: bytes
-    share_bytes: int
 
 
 class ShareKeys:
@@ -340,11 +339,11 @@ class ChunkForm(PartNames):
         """
         shares = None
         if of_share is not None:
-            ranks, share_bytes = held_ranks(kv_rank), of_share.length
-            shares = Shares(share_of(ranks[0]), len(ranks), of_share.serialize(), share_bytes)
-            if shares.count * share_bytes != metadata.length:
+            ranks = held_ranks(kv_rank)
+            shares = Shares(share_of(ranks[0]), len(ranks), of_share.serialize())
+            if shares.count * of_share.length != metadata.length:
                 raise FormatError(
-                    f"{shares.count} shares of {share_bytes} bytes are no chunk of "
+                    f"{shares.count} shares of {of_share.length} bytes are no chunk of "
                     f"{metadata.length}"
                 )
         stripe_bytes = stripe_payload_bytes((of_share or metadata).length, slot_bytes)
@@ -359,10 +358,10 @@ class ChunkForm(PartNames):
     @functools.cached_property
     def stripe_sizes(self) -> tuple[int, ...]:
         """The payload bytes of the stripes of one chunk, and so of its slots."""
-        whole = self.chunk_bytes if self.shares is None else self.shares.share_bytes
+        count = 1 if self.shares is None else self.shares.count
+        whole = self.chunk_bytes // count
         starts = range(0, whole, self.stripe_payload_bytes)
-        sizes = [min(self.stripe_payload_bytes, whole - start) for start in starts]
-        return tuple(sizes) * (self.chunk_bytes // whole)
+        return tuple(min(self.stripe_payload_bytes, whole - start) for start in starts) * count
 
     @property
     def stripe_count(self) -> int:
@@ -375,6 +374,7 @@ class ChunkForm(PartNames):
         if (shares := self.shares) is None:
             return ChunkFrame(fingerprint, chunk_hash, self.chunk_bytes, size, self.metadata)
         # All shares have one fingerprint: the number tells a share from the others.
+        share_bytes = self.chunk_bytes // shares.count
         return ChunkFrame(
-            fingerprint, chunk_hash, shares.share_bytes, size, shares.metadata, 1 + shares.first
+            fingerprint, chunk_hash, share_bytes, size, shares.metadata, 1 + shares.first
         )

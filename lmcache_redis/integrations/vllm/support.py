@@ -135,8 +135,9 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
         return None  # it is reported where the cache stays off
     layouts = needs.LAYOUTS.load()
     is_known = layouts is not None and layout in layouts.__members__
-    of_cpu = _device(vllm_config) == "cpu" and needs.USE_MLA.of(vllm_config.model_config)
-    return layout if is_known and not of_cpu and is_of_an_engine(vllm_config) else None
+    if _device(vllm_config) == "cpu" and needs.USE_MLA.of(vllm_config.model_config):
+        return None
+    return layout if is_known and is_of_an_engine(vllm_config) else None
 
 
 def unfit_settings(vllm_config: VllmConfig) -> Iterator[str]:
