@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -170,7 +171,16 @@ def test_a_disk_that_hangs_holds_up_neither_others_nor_the_end(tmp_path: Path) -
             (path,) = disk.rglob("*.lmcr")
             path.unlink()
             os.mkfifo(path)
-            client.send(header(GET, KEY))
+
+            def hangs() -> bool:
+                """Until Redis has the chunk, too, it is read from the memory that it waits in."""
+                client.send(header(GET, KEY))
+                if select.select([client.socket], [], [], 1.0)[0]:
+                    assert client.receive(36 + 300_000).endswith(b"x")
+                    return False
+                return True
+
+            wait_until(hangs, "a GET that opens the file")
             with Client(process.port) as other:
                 numbers = itertools.count()
 
