@@ -2,8 +2,8 @@
 """A plugin of pytest: what a run in a copy of the tree is told, and what it tells.
 
 Hypothesis says that a test fails, and looks for no smaller example. A run without a mutant notes
-which lines of the modules each test that passed has run, and how long it took; one with a mutant
-runs the tests that are named.
+which lines of the modules each test that passed has run, and how long it took, test by test: what
+is ended early has said something. One with a mutant runs the tests that are named.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.mutants.tracing import Notes
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--lines-of", action="append", help="a file whose lines are noted")
-    parser.addoption("--lines-to", help="where they are written, as JSON: test, seconds and lines")
+    parser.addoption("--lines-to", help="the file for lines of JSON: test, seconds, lines")
     parser.addoption("--tests-from", help="a JSON list of the tests to run")
 
 
@@ -47,7 +47,7 @@ class _Lines:
         self._directory = tempfile.TemporaryDirectory(prefix="lines-", dir=Path(to).parent)
         self._notes = Notes(of, Path(self._directory.name))
         self._to = Path(to)
-        self._noted: dict[str, tuple[float, dict[str, list[int]]]] = {}
+        self._to.touch()
         self._seconds = 0.0
         self._passed = True
 
@@ -62,11 +62,9 @@ class _Lines:
             self._notes.lines.stop()
             lines = self._notes.taken()
             if self._passed:
-                self._noted[item.nodeid] = self._seconds, lines
+                with self._to.open("a", encoding="utf-8") as file:
+                    print(json.dumps([item.nodeid, self._seconds, lines]), file=file)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds += report.duration
         self._passed = self._passed and report.outcome != "failed"
-
-    def pytest_sessionfinish(self) -> None:
-        self._to.write_text(json.dumps(self._noted), encoding="utf-8")

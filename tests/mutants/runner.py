@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.mutants.mutation import Mutant, lines_of, mutants_of
 
 ROOT = Path(__file__).parent.parent.parent
-# Files of tests that take longer than this without a mutant judge none.
+# For learning what tests do without a mutant: those that did not run by then judge none.
 SLOWEST_TESTS_S = 60.0
 # So does a single test.
 SLOWEST_TEST_S = 8.0
@@ -167,19 +167,27 @@ class Tree:
         status: int | None = json.loads(self._forking.stdout.readline())
         return status
 
-    def learn(self, files: Sequence[str]) -> None:
-        """Has the tests of some files run, unless they have, to know what they do."""
+    def learn(self, files: Sequence[str]) -> bool:
+        """Has the tests of some files run, unless they have, to know what they do.
+
+        False if their time was over before all had run: the next call goes on with the next file.
+        """
         unknown = [path for path in files if path not in self._learned]
         if not unknown:
-            return
+            return True
         lines_of = [word for each in self._modules for word in ("--lines-of", each)]
         self._notes.unlink(missing_ok=True)
         words = [*unknown, *lines_of, "--lines-to", str(self._notes), "--maxfail=0"]
         ended = self.run(words, SLOWEST_TESTS_S, caches=True) is not None
-        noted = json.loads(self._notes.read_text(encoding="utf-8")) if ended else {}
+        lines = self._notes.read_text(encoding="utf-8").splitlines(keepends=True)
+        noted = [json.loads(line) for line in lines if line.endswith("\n")]
+        if not ended:
+            last = noted[-1][0].partition("::")[0] if noted else unknown[0]
+            unknown = unknown[: unknown.index(last) + 1]
         self._learned |= {path: {} for path in unknown}
-        for name, each in noted.items():
-            self._learned[name.partition("::")[0]][name] = each
+        for name, seconds, run in noted:
+            self._learned[name.partition("::")[0]][name] = seconds, run
+        return ended
 
     def known(self, path: str, module: str) -> dict[str, Known] | None:
         """What those tests of a file do that pass, and run the module; None if not learned."""
@@ -226,13 +234,14 @@ def judge(
     known: dict[str, Known] = {}
     near = nearest_tests(tree.root, module)
     for files in batches(tree.root, near):
+        learned = False
         # At most a third of the time for learning which tests can judge.
-        if not known or time.monotonic() < began_s + 20 * minutes:
-            tree.learn(files)
-        for file in files:
-            if running := tree.known(file, module):
-                verdicts.tests[file] = sum(each.seconds for each in running.values())
-                known |= {n: e for n, e in running.items() if e.seconds <= SLOWEST_TEST_S}
+        while not learned and (not known or time.monotonic() < began_s + 20 * minutes):
+            learned = tree.learn(files)
+            for file in files:
+                if running := tree.known(file, module):
+                    verdicts.tests[file] = sum(each.seconds for each in running.values())
+                    known |= {n: e for n, e in running.items() if e.seconds <= SLOWEST_TEST_S}
     verdicts.untried = sum(tree.known(file, module) is None for file in near)
     try:
         for mutant in mutants if known else ():

@@ -133,7 +133,10 @@ def test_the_lines_of_a_mutant_are_those_of_its_statement() -> None:
 @pytest.mark.long
 @pytest.mark.servers
 def test_mutants_are_killed_or_survive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a tree of two files; a mutant that never ends is killed too."""
+    """In a tree of two files; a mutant that never ends is killed too.
+
+    Tests for which there is no time to learn judge nothing, and take nothing from the others.
+    """
     root = tmp_path / "root"
     (root / "lmcache_redis").mkdir(parents=True)
     (root / "tests").mkdir()
@@ -149,6 +152,10 @@ def test_mutants_are_killed_or_survive(tmp_path: Path, monkeypatch: pytest.Monke
         "    said = 'from lmcache_redis.small import g; assert g(1) == 2'\n"
         "    subprocess.run([sys.executable, '-c', said], check=True)\n"
     )
+    hanging = "import time\nfrom lmcache_redis.small import f\n\n\ndef test_f():\n    f(4)\n"
+    hanging += "\n\ndef test_that_hangs():\n    time.sleep(600)\n"
+    for name in ("test_early.py", "test_of_small.py"):
+        (root / "tests" / name).write_text(hanging)
     (root / "pyproject.toml").write_text(
         '[tool.pytest.ini_options]\nmarkers = ["unit", "servers"]\n'
         'addopts = ["--import-mode=importlib"]\n'
@@ -162,10 +169,14 @@ def test_mutants_are_killed_or_survive(tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(runner, "ROOT", root)
     monkeypatch.setattr(runner, "_MORE_S", 4.0)
+    monkeypatch.setattr(runner, "SLOWEST_TESTS_S", 10.0)
     said: list[str] = []
     with Tree(tmp_path, ["small"]) as tree:
         found = judge(tree, "small", 2.0, 1, said.append)
-    assert list(found.tests) == ["tests/test_small.py"]
+    assert [*found.tests] == [
+        "tests/test_small.py", "tests/test_early.py", "tests/test_of_small.py"
+    ]  # fmt: skip
+    assert found.untried == 0
     assert found.judged == found.mutants == len(mutants_of(source))
     survived = {(m.kind, m.line, m.text) for m in found.survivors}
     untested = {("bound", 12, "(n) - (1)"), ("bound", 12, "2")}
