@@ -127,7 +127,10 @@ def against(
     rounds: RoundsOption = 3,
     json: JsonOption = None,
 ) -> None:
-    """This checkout beside another commit, in turns. Fails if a figure is slower in each round."""
+    """This checkout beside another commit, in turns. Fails if a figure is slower in each round.
+
+    Data plane, lookups and main job. A round takes ten minutes.
+    """
     from benchmarks import against as benchmark
 
     commit, rows = benchmark.run(base, rounds)

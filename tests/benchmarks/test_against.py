@@ -35,7 +35,8 @@ def git(root: Path, *words: str, date: datetime | None = None) -> str:
 def commit(root: Path, gb_per_s: float, days_old: int = 0) -> str:
     """A commit whose benchmark tells that speed."""
     plane = [{"op": "load", "value_bytes": 2 << 20, "gb_per_s": gb_per_s, "ms": None}]
-    rows = {"data-plane": plane, "lookup": [{"case": "lookup-pool", "ms": 0.5}]}
+    job = [{"case": case, "median_s": 0.5} for case in ("plain", "cold", "get")]
+    rows = {"data-plane": plane, "lookup": [{"case": "lookup-pool", "ms": 0.5}], "main-job": job}
     for name, text in (
         ("setup.py", SETUP),
         ("lmcache_redis/__init__.py", ""),
@@ -77,9 +78,10 @@ def test_two_commits_are_measured(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     base = unpacked(root, "HEAD~1", tmp_path / "base")
     assert (base / "built").exists()
-    load, lookup = compare([base, root], 3)
+    load, lookup, cold = compare([base, root], 3)
     assert load == {"figure": "load, 2 MiB", "ratios": [0.67] * 3, "slower": True}
     assert lookup == {"figure": "lookup-pool", "ratios": [1.0] * 3, "slower": False}
+    assert cold == {"figure": "main job, cold", "ratios": [1.0] * 3, "slower": False}
     with pytest.raises(CannotCompare, match="nowhere"):
         unpacked(root, "nowhere", tmp_path / "base")
 
