@@ -19,6 +19,7 @@ from lmcache_redis.agent.uses import TenantUse
 from lmcache_redis.config import AgentConfig, parse_address
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.metrics import Metrics
+from lmcache_redis.tier_kinds import HOST, KINDS
 from tests.harness import AgentServer, Engine, wait_until
 from tests.scraping import get, port_in, samples_in, undocumented
 from tests.servers import RedisServer
@@ -152,8 +153,13 @@ STATUS: dict[str, Any] = {
 
 
 def all_metrics() -> list[Metric]:
+    tiers = {
+        kind.name: STATUS["tiers"].get(kind.name, {"up": True, "used_bytes": None})
+        for kind in KINDS
+        if kind is not HOST
+    }
     tenants = tenants_of({"t": TenantUse()})
-    return [*Metrics().registry.collect(), *metrics_of(STATUS), *tenants]
+    return [*Metrics().registry.collect(), *metrics_of({**STATUS, "tiers": tiers}), *tenants]
 
 
 def test_values_of_a_status() -> None:

@@ -227,7 +227,8 @@ def test_it_fits_a_phone_and_a_desk(tmp_path: Path, width: int, lines: int, titl
         "counters": STATUS["counters"] | misses, "engines": [engine], "models": {model: use},
     }  # fmt: skip
     status["tiers"]["redis"]["where"] = SERVER
-    hour = [Minute(asked_chunks=8, to_engines_bytes=n, saved_tokens=n, hits=(n % 5, 0, 0))
+    _, *no_hits = Minute().hits
+    hour = [Minute(asked_chunks=8, to_engines_bytes=n, saved_tokens=n, hits=(n % 5, *no_hits))
             for n in range(MINUTES)]  # fmt: skip
     past = [PastRequest(f"chatcmpl-{'9c1fd9d1-' * 5}0", "engine", NOW_S, 1, lookup)]
     html = page(status, hour, past, NOW_S, True).replace("</body>", f"{MEASURE}</body>")

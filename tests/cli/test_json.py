@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_redis.tier_kinds import KINDS
 from tests import forks
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
@@ -64,6 +65,12 @@ def fields(value: Any, name: str = "") -> Iterator[str]:
 
 def covers(pattern: str, name: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace(r"\*", ".+"), name) is not None
+
+
+def test_the_page_names_every_tier() -> None:
+    page = (ROOT / "docs" / "reference" / "json.md").read_text()
+    names = ", ".join(f"`{kind.name}`" for kind in KINDS)
+    assert f"- `hit_rate`: `*` ({names}:" in page
 
 
 @pytest.mark.servers

@@ -19,7 +19,7 @@ from lmcache_redis.cli.why import (
     unknown,
 )
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.tier_kinds import DISK, REDIS
+from lmcache_redis.tier_kinds import HOST, KINDS
 from lmcache_redis.tiers import TierCounters
 from tests.agent.test_history import agent_at, read_all, registered
 from tests.agent.test_history import layout as layout_of
@@ -153,7 +153,7 @@ def test_other_ends() -> None:
 
 
 def test_every_reason_has_a_sentence() -> None:
-    of_tiers = [TierCounters.of(kind) for kind in (DISK, REDIS)]
+    of_tiers = [TierCounters.of(kind) for kind in KINDS if kind is not HOST]
     counters = {counter for each in of_tiers for counter in each.misses.values()}
     counters |= {each.silent for each in of_tiers}
     counters |= {"miss_slower", "miss_pool_full", "miss_load", "miss_mapping"}
