@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import lmcache_redis
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import (
     DEFAULT_SLOT_BYTES,
@@ -309,6 +310,17 @@ def test_the_number_of_shares_is_bounded() -> None:
     for number in (0, 256, 2.5, "8 shares"):
         with pytest.raises(ConfigError, match=r"kv[-_]shares"):
             ClientConfig.from_extra_config({"share_across_tp": True, "kv_shares": number})
+
+
+@pytest.mark.parametrize("config", [AgentConfig, GatewayConfig, ClientConfig])
+def test_every_setting_is_read(config: type[Any]) -> None:
+    package = Path(lmcache_redis.__file__).parent
+    paths = [path for path in package.rglob("*.py") if path != package / "config.py"]
+    source = "".join(path.read_text() for path in paths)
+    # Read through a property of the config.
+    others = {"write_queue_bytes": "write_queue_limit_bytes"}
+    names = {name: others.get(name, name) for name in settings_of(config)}
+    assert [n for n, read in names.items() if not re.search(rf"\.{read}\b", source)] == []
 
 
 @pytest.mark.parametrize("config", [AgentConfig, GatewayConfig, ClientConfig])

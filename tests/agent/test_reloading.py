@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.agent.main import RELOADABLE
+from lmcache_redis.agent.main import RELOADABLE, _reloaded
 from lmcache_redis.config import AgentConfig
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
@@ -123,6 +124,12 @@ def test_without_a_file_a_hangup_ends_the_agent(tmp_path: Path, redis_server: Re
     with AgentServer(tmp_path / "agent", redis_server.unix_url) as agent:
         os.kill(agent.pid, signal.SIGHUP)
         assert agent.process.wait(30) == -signal.SIGHUP
+
+
+def test_what_is_reloaded_is_applied() -> None:
+    """Not only logged: the queue's limit is told in bytes whatever its setting is."""
+    applied = inspect.getsource(_reloaded)
+    assert [n for n in RELOADABLE if f"running.{n.removesuffix('_bytes')}" not in applied] == []
 
 
 def test_the_page_names_what_is_reloaded() -> None:
