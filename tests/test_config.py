@@ -7,13 +7,15 @@ import dataclasses
 import re
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 import lmcache_redis
+from lmcache_redis.cli.size import Compress
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import (
+    COMPRESSIONS,
     DEFAULT_SLOT_BYTES,
     ENDPOINT_VARIABLE,
     SEAL_KEY_FILE_VARIABLE,
@@ -27,6 +29,7 @@ from lmcache_redis.config import (
     why_unsafe,
 )
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.regions import DoorSettings
 from lmcache_redis.settings import (
     format_size,
     json_schema,
@@ -321,6 +324,12 @@ def test_every_setting_is_read(config: type[Any]) -> None:
     others = {"write_queue_bytes": "write_queue_limit_bytes"}
     names = {name: others.get(name, name) for name in settings_of(config)}
     assert [n for n, read in names.items() if not re.search(rf"\.{read}\b", source)] == []
+
+
+def test_one_list_of_compressions() -> None:
+    """Those of agents are those of `size` and, as far as they are told, of doors."""
+    of_doors = get_type_hints(DoorSettings)["compress"]
+    assert [each.value for each in Compress] == [*get_args(of_doors)] == [*COMPRESSIONS]
 
 
 @pytest.mark.parametrize("config", [AgentConfig, GatewayConfig, ClientConfig])
