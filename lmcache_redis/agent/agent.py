@@ -145,7 +145,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
     metrics.raise_to("redis_connects", plane.connects)
     metrics.raise_to("redis_reconnects", plane.connections_lost)
     metrics.raise_to("redis_errors", plane.errors)
-    counters = metrics.snapshot()
+    counters, tiers = metrics.snapshot(), _tiers(agent)
     return {
         "version": __version__,
         "pid": os.getpid(),
@@ -169,10 +169,10 @@ def status_report(agent: Agent) -> dict[str, Any]:
             "write_bytes": queues[-1].queued_bytes,
             "copies": agent.copies.backlog,
             "jobs": sum(session.busy for session in agent.sessions),
-            "disk_writes": sum(map(len, queues[:-1])),
+            "disk_writes": tiers["disk"]["writes"] if "disk" in tiers else 0,
             "removals": agent.cache.failed_removals,
         },
-        "tiers": _tiers(agent),
+        "tiers": tiers,
         "warm": None if agent.cache.warming is None else agent.cache.warming.report(),
         "disk": _disk(agent),
         "loads": _loads(agent),
