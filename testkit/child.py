@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Python module in a process of its own: requests and answers are lines of JSON over a socket.
 
-Each request has one answer. The process ends when our end of the socket is closed.
+Each request has one answer. The process ends when our end of the socket is closed, and whatever it
+has started ends with it: a vLLM that fails as it starts leaves its workers, which never end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, ClassVar, TypeVar
@@ -21,6 +24,7 @@ from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.processes import end_process
 
 _GRACE_S = 5.0
+_POLL_S = 0.02
 _ROOT = str(Path(__file__).parent.parent)
 _Self = TypeVar("_Self", bound="Child")
 
@@ -60,6 +64,7 @@ class Child:
             stdout=self._log,
             stderr=self._log,
             pass_fds=(fd,),
+            start_new_session=True,
             env=os.environ | env | {"PYTHONPATH": _importable()},
         )
 
@@ -102,10 +107,22 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(self.end_within_s)
         end_process(self.process, _GRACE_S)
+        self._end_group()
         for each in (self._stream, self._channel, self._log):
             # The stream may hold a request that could not be sent.
             with contextlib.suppress(OSError):
                 each.close()
+
+    def _end_group(self) -> None:
+        """Waits a moment for the others of the process's group to end; then kills them."""
+        group, until_s = self.process.pid, time.monotonic() + _GRACE_S
+        with contextlib.suppress(ProcessLookupError):  # there are none
+            while time.monotonic() < until_s:
+                with contextlib.suppress(ChildProcessError):  # ours only below `ended_in_order`
+                    os.waitpid(-group, os.WNOHANG)
+                os.killpg(group, 0)
+                time.sleep(_POLL_S)
+            os.killpg(group, signal.SIGKILL)
 
     def __enter__(self: _Self) -> _Self:
         return self

@@ -223,6 +223,7 @@ def main(fd: int) -> None:
 def _run(env: Mapping[str, str], fd: int, log_fd: int) -> None:
     status = 1
     try:
+        os.setsid()  # as every `Child`
         os.environ.clear()
         os.environ.update(env)
         os.dup2(log_fd, 1)
