@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +23,7 @@ from benchmarks.report import ratios, rotated
 from demo.model import CPU_SHAPE, VOCABULARY, ModelShape, make_model, make_prompts
 from lmcache_redis.agent.embedded import embedded_redis
 from testkit.agent import AgentServer
-from testkit.engine import EngineProcess
+from testkit.engine import SPIN_S, EngineProcess
 
 # By KiB of KV a token.
 SHAPES = {
@@ -97,6 +98,7 @@ def run(
             question = [chance.randint(3, VOCABULARY - 1) for _ in range(_QUESTION_TOKENS)]
             for size in rotated([*sizes], number):
                 engines[size].reset_prefix_cache()
+                time.sleep(SPIN_S)
                 answer = engines[size].generate([document[:shared] + question])
                 agents[size].wait_idle()
                 if number >= 2:

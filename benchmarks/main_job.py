@@ -42,7 +42,7 @@ from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.resp import RedisOptions
 from testkit.agent import AgentServer
-from testkit.engine import KEPT_HEAP, Answer, EngineProcess
+from testkit.engine import KEPT_HEAP, SPIN_S, Answer, EngineProcess
 
 REDIS_BYTES = 6 << 30
 POOL_BYTES = 4 << 30
@@ -191,6 +191,7 @@ class _Job:
         for number in range(min(len(self._measured), _MOST_RUSH_ROUNDS)):
             rush = [self._unused.pop() for _ in range(3)]
             for name in rotated([*engines], number):
+                time.sleep(SPIN_S)
                 seconds = [engines[name].generate([prompt]).seconds for prompt in rush]
                 case = f"{name}-rush"
                 self.times.setdefault(case, []).append(statistics.mean(seconds[1:]))
@@ -208,6 +209,7 @@ class _Job:
             raise RuntimeError(f"not a hit with the same answer: {cached} tokens were cached")
 
     def _ask(self, case: str, engine: EngineProcess, prompt: list[int]) -> Answer:
+        time.sleep(SPIN_S)
         answer = engine.generate([prompt])
         self.times.setdefault(case, []).append(answer.seconds)
         return answer

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,7 +24,7 @@ from benchmarks.plots import COLOURS, draw
 from benchmarks.report import ratios, rotated
 from demo.model import ModelShape, make_model, make_prompts
 from testkit.agent import AgentServer
-from testkit.engine import KEPT_HEAP, EngineProcess
+from testkit.engine import KEPT_HEAP, SPIN_S, EngineProcess
 
 # 8 KiB of KV a token.
 SHAPE = ModelShape(layers=1, dtype="float32", itemsize=4)
@@ -87,6 +88,7 @@ def run(
                     engines[name].reset_prefix_cache()
                     if name in agents:
                         agents[name].wait_idle()
+                    time.sleep(SPIN_S)
                     times[name].append(engines[name].generate([asked[name]]).seconds)
             rows.append(_row(mbit, times, agents[loaders[1]]))
         return rows

@@ -30,6 +30,9 @@ _END_WITHIN_S = 30.0
 # between others, by what it did before: of two engines that compute the same 1,201 tokens, one then
 # has 10,000 page faults a request, and takes 95 ms instead of 83.
 KEPT_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
+# And the pause before each request: for a second after a message a worker of vLLM does nothing but
+# look for the next one (`SpinCondition`). On two cores a hit of 35 ms may take 500 beside it.
+SPIN_S = 1.1
 
 
 class EngineFailed(LMCacheRedisError):
