@@ -72,15 +72,24 @@ def start(
     return engine
 
 
-def ask(engine: ForkedEngine, agent: AgentServer, *questions: list[int], **of: Any) -> Any:
-    """Answers with an empty prefix cache, after which everything is stored and compared."""
+def ask(
+    engine: ForkedEngine,
+    agent: AgentServer,
+    *questions: list[int],
+    parts: int | None = None,
+    **of: Any,
+) -> Any:
+    """Answers with an empty prefix cache, after which everything is stored and compared.
+
+    parts: how many that is, of a model with several groups.
+    """
 
     def handled() -> int:
         counters = agent.counters()
         return sum(counters[f"{how}_chunks"] for how in ("stored", "compared", "uncompared"))
 
     empty(engine)
-    expected = handled() + sum(len(question) // CHUNK for question in questions)
+    expected = handled() + (parts or sum(len(question) // CHUNK for question in questions))
     answer = engine.generate(list(questions), 4, **of)
     wait_until(lambda: handled() == expected, what="all stores and comparisons")
     agent.wait_idle()
