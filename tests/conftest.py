@@ -98,10 +98,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _loads_the_tests_driver(item.path):
             item.add_marker("cuda_stub")
     # In parallel runs engines start first, because they take the longest. Beside them run files
-    # whose tests wait for processes. At last those that do not: short, they end together.
-    waiting = {item.path for item in items if item.get_closest_marker("unit") is None}
+    # whose tests wait for processes, with some of those that do not in between, which use the cores
+    # meanwhile. At last the rest of those: short, they end together.
+    waiting = {item.path: None for item in items if item.get_closest_marker("unit") is None}
+    others = [*dict.fromkeys(item.path for item in items if item.path not in waiting)]
+    between = others[::2]
+    places = {path: (number, 0) for number, path in enumerate(waiting)}
+    for number, path in enumerate(between):
+        places[path] = number * len(waiting) // len(between), 1
+    last = len(waiting), 0
     items.sort(
-        key=lambda item: (item.get_closest_marker("engine") is None, item.path not in waiting)
+        key=lambda item: (
+            item.get_closest_marker("engine") is None,
+            places.get(item.path, last),
+        )
     )
 
 
@@ -118,7 +128,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """More than cores, because many tests wait. Each spends seconds on imports."""
-    more = 1 if config.option.markexpr == "unit" else 2
+    more = 1 if config.option.markexpr == "unit" else 3
     return len(os.sched_getaffinity(0)) + more
 
 

@@ -148,7 +148,7 @@ def test_what_is_stored_cannot_be_read(
         assert set(missed) == {"miss_redis_error"}
         assert (counters["lookups_failed"], counters["lookups_cut"]) == (5, 0)
         if said.startswith("+"):
-            assert reader.sample("redis_replies_refused_total", "NOPERM") >= 5
+            wait_until(lambda: reader.sample("redis_replies_refused_total", "NOPERM") >= 5)
         assert counters["redis_errors"] >= 1
         assert reader.agent.log.count(said) <= 4, "once a minute, each sentence"
         redis_server.command(*end)
