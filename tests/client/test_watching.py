@@ -83,10 +83,10 @@ def test_an_agent_that_refuses_is_asked_once(
     watch.take()
     (question,) = agent.receive()
     agent.answer(m.Failure(question.call_id, m.FAILED, "our own bug"))
-    with caplog.at_level(logging.WARNING):
-        assert is_lost(news(watch))
-        assert [watch.take() for _ in range(3)] == [None] * 3
-    assert len(caplog.records) == 1
+    assert is_lost(news(watch))
+    assert [watch.take() for _ in range(3)] == [None] * 3
+    # Where vLLM was imported before, its loggers say more.
+    assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) == 1
     assert not watch.has_news
 
 
