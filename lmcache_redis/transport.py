@@ -363,8 +363,10 @@ class AgentSocket:
             ) from error
 
     def _close(self, linger_s: float) -> None:
-        while self._opened:  # the monitor first
-            found = self._opened.pop()
-            with contextlib.suppress(zmq.ZMQError):  # it may have failed
-                found.disable_monitor()
-            found.close(linger=int(linger_s * 1000))
+        # While the monitor is there: libzmq's thread sends it an event for as long as nobody takes
+        # it, with a lock that whoever ends it waits for, and this thread has the GIL.
+        with contextlib.suppress(zmq.ZMQError):  # it may have failed
+            if self._opened:
+                self._opened[0].disable_monitor()
+        while self._opened:
+            self._opened.pop().close(linger=int(linger_s * 1000))

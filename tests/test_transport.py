@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,33 @@ def test_a_directory_that_this_user_may_not_enter_is_told(tmp_path: Path, closed
         outer.chmod(0o700)
         directory.chmod(0o700)
     assert why == f"{directory} may not be entered by this user: run engine and agent as one user"
+
+
+# The agent comes as its link opens another socket, when the monitor's has been closed.
+REOPENED = """
+import sys, time, zmq
+from lmcache_redis.transport import AgentSocket
+
+class Slow:
+    def __init__(self, monitor):
+        self.disable_monitor, self._close = monitor.disable_monitor, monitor.close
+
+    def close(self, **named):
+        self._close(**named)
+        router.bind(sys.argv[1])
+        time.sleep(2)
+
+router = zmq.Context.instance().socket(zmq.ROUTER)
+link = AgentSocket(sys.argv[1])
+link._opened[1] = Slow(link._opened[1])
+link.reopen()
+link.close()
+"""
+
+
+@pytest.mark.servers
+def test_an_agent_that_comes_as_a_link_is_reopened_freezes_nobody(tmp_path: Path) -> None:
+    """libzmq's thread would wait for who reads the event, with a lock that the link waits for."""
+    endpoint = f"ipc://{tmp_path}/agent.sock"
+    done = subprocess.run([sys.executable, "-c", REOPENED, endpoint], timeout=60)
+    assert done.returncode == 0
