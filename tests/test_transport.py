@@ -96,7 +96,7 @@ link.close()
 
 
 @pytest.mark.servers
-def test_an_agent_that_comes_as_a_link_is_reopened_freezes_nobody(tmp_path: Path) -> None:
+def test_an_agent_that_comes_as_a_link_reopens_freezes_nobody(tmp_path: Path) -> None:
     """libzmq's thread would wait for who reads the event, with a lock that the link waits for."""
     endpoint = f"ipc://{tmp_path}/agent.sock"
     done = subprocess.run([sys.executable, "-c", REOPENED, endpoint], timeout=60)
