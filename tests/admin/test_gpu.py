@@ -139,7 +139,7 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "driver_version", lambda: answer.wait(10))
     found = look_at_gpus([])
     answer.set()
-    wait_until(lambda: threading.active_count() == before, "the end of its thread")
+    wait_until(lambda: threading.active_count() <= before, "the end of its thread")
     assert found is not None
     assert "has not answered" in found.problem
 

@@ -50,13 +50,13 @@ def test_tasks_run_in_their_order_and_an_error_ends_no_thread(
 def test_threads_start_with_the_first_task() -> None:
     before = threading.active_count()
     threads = WorkerThreads("test", 3)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     threads.stop()
     assert threads.join(0)
     dropped: list[int] = []
     threads.put(lambda: None, partial(dropped.append, 1))
     assert dropped == [1]
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_a_thread_that_cannot_be_started_costs_one_task(monkeypatch: pytest.MonkeyPatch) -> None:
