@@ -129,7 +129,7 @@ def against(
 ) -> None:
     """This checkout beside another commit, in turns. Fails if a figure is slower in each round.
 
-    Data plane, lookups and main job. A round takes ten minutes.
+    Data plane, lookups and main job, with real engines: rounds take minutes.
     """
     from benchmarks import against as benchmark
 

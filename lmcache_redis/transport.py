@@ -363,8 +363,9 @@ class AgentSocket:
             ) from error
 
     def _close(self, linger_s: float) -> None:
-        # While the monitor is there: libzmq's thread sends it an event for as long as nobody takes
-        # it, with a lock that whoever ends it waits for, and this thread has the GIL.
+        # The monitor is ended before its reader is closed. Without a reader, libzmq's thread waits
+        # for ever to send an event. It holds a lock then, which `disable_monitor` needs, and that
+        # waits with the GIL: the whole process would stop.
         with contextlib.suppress(zmq.ZMQError):  # it may have failed
             if self._opened:
                 self._opened[0].disable_monitor()

@@ -47,7 +47,6 @@ class _Lines:
         self._directory = tempfile.TemporaryDirectory(prefix="lines-", dir=Path(to).parent)
         self._notes = Notes(of, Path(self._directory.name))
         self._to = Path(to)
-        self._to.touch()
         self._seconds = 0.0
         self._passed = True
 

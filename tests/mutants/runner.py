@@ -176,7 +176,7 @@ class Tree:
         if not unknown:
             return True
         lines_of = [word for each in self._modules for word in ("--lines-of", each)]
-        self._notes.unlink(missing_ok=True)
+        self._notes.write_text("", encoding="utf-8")  # also if nothing runs in time
         words = [*unknown, *lines_of, "--lines-to", str(self._notes), "--maxfail=0"]
         ended = self.run(words, SLOWEST_TESTS_S, caches=True) is not None
         lines = self._notes.read_text(encoding="utf-8").splitlines(keepends=True)
