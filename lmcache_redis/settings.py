@@ -88,7 +88,7 @@ class Setting:
 
     @property
     def is_size(self) -> bool:
-        """In bytes, which users may write as 4GiB."""
+        """Whether it is in bytes, which users may write as 4GiB."""
         return self.kind == "int" and self.name.endswith(("_bytes", "_size"))
 
     @property

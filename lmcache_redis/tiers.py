@@ -167,7 +167,7 @@ class ChunkIO:
 
     @property
     def nbytes(self) -> int:
-        """Of the payload."""
+        """The bytes of the payload."""
         return self.frame.chunk_bytes * (1 if self.shares is None else self.shares.count)
 
     def check(self, writable: bool) -> None:
@@ -279,7 +279,7 @@ class Tier(Protocol):
 
     @property
     def place(self) -> TierPlace:
-        """For people. No I/O."""
+        """Where the tier is, for people. No I/O."""
 
     def lookup(self, key: bytes) -> bool | None:
         """Whether the tier's index has the chunk. No I/O: called for every chunk of a lookup.
@@ -424,7 +424,7 @@ class TierCounters:
 
 
 class Account(Protocol):
-    """What tenants have in a tier. Called on the owner's thread. An empty tenant is none."""
+    """What tenants have in a tier. Called on the owner's thread. An empty name: no tenant."""
 
     def digest(self, tenant: str) -> bytes:
         """8 bytes that name the tenant in the values that it stores; empty: there is none."""

@@ -300,7 +300,7 @@ def measure_ping(node: Primary, pings: int = PINGS) -> float:
 
 
 def probe_keys(prefix: bytes, is_there: Callable[[bytes], bool] = lambda key: True) -> list[bytes]:
-    """As `probe_key`, several.
+    """Several keys as `probe_key` makes one.
 
     is_there: whether the measured node owns the key. Raises RedisUnavailable if it owns too few.
     """

@@ -182,7 +182,7 @@ def _limit_of(value: str | None, maxmemory_bytes: int | None) -> int | None:
 
 
 def _told(fields: Mapping[str, Any], name: str, kind: Callable[[Any], _T]) -> _T | None:
-    """A field as redis-py reads it; None if there is none, or it is not of that kind."""
+    """A field as redis-py reads it; None if it is absent or of another type."""
     try:
         return kind(fields[name])
     except (LookupError, TypeError, ValueError):

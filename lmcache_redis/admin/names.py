@@ -47,7 +47,7 @@ class ChunkName:
 
     @property
     def is_description(self) -> bool:
-        """Of a layout, rather than a chunk of one."""
+        """Whether the key is that of a description of a layout, not of a chunk."""
         return self.namespace == _DESCRIPTIONS
 
     @property

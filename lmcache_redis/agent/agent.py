@@ -249,7 +249,7 @@ def _disk(agent: Agent) -> dict[str, Any] | None:
 
 
 def _tiers(agent: Agent) -> dict[str, Any]:
-    """By name, in the order in which they are asked."""
+    """The state of each tier by name, in the order in which they are asked."""
     cache = agent.cache
     return {
         kind.name: {

@@ -40,7 +40,9 @@ def form_of(
     """The form of a group's parts. Raises ``ConfigError`` if they cannot be cached."""
     held, cut = len(held_ranks(kv_rank)), max(1, layout.shares)
     if held != cut:
-        raise ConfigError(f"a kv_rank of {held} shares has a layout of {cut}")
+        raise ConfigError(
+            f"a kv_rank of {held} shares has a layout of {cut}: both must be cut alike"
+        )
     try:
         return ChunkForm.of(
             ChunkNames(layout.fingerprint(chunk_tokens), config.key_prefix),

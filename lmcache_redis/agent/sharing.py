@@ -49,7 +49,7 @@ class _Engines:
         self.shares |= other.shares
 
     def pairs_that_differ(self, other: _Engines) -> list[str]:
-        """Of layouts with the same place."""
+        """What differs between layouts with the same place."""
         found: dict[str, None] = {}
         rows = zip(self.layouts.items(), other.layouts.items(), strict=False)
         for (fingerprint, layout), (theirs, their_layout) in rows:

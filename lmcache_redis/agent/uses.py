@@ -151,7 +151,7 @@ class Tenants:
         return found
 
     def rows(self) -> dict[str, TenantUse]:
-        """What Prometheus gets."""
+        """The rows that Prometheus gets."""
         found = {name: self._kept[name].row for name in self._with_rows}
         if self._others_row != TenantUse():
             found[OTHER] = self._others_row

@@ -2,7 +2,7 @@
 """How long a lookup waits for chunks that another engine is said to be storing, without I/O.
 
 A prefill engine has answered, and the last chunks of its prompt are still being copied, queued or
-written, perhaps by another agent. Nothing tells when they are there. So the lookup looks again.
+being written, also by another agent. Nothing tells when they are there. So the lookup looks again.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class BlockingStore(Protocol):
     """Chunks by chunk key. Thread-safe. No method raises because what it stores in fails."""
 
     def find(self, key: bytes) -> StoredChunk | None:
-        """From an index: no I/O."""
+        """Looks in an index, without I/O."""
 
     def keys(self, prefixes: bytes | tuple[bytes, ...] = b"") -> list[bytes]:
         """Those in the index that begin with one of the prefixes. No I/O."""

@@ -90,7 +90,7 @@ class Cache:
 
     @property
     def kinds(self) -> list[TierKind]:
-        """Of the tiers."""
+        """The kinds of the tiers."""
         return [backing.kind for backing in self.backings]
 
     def close(self, deadline_s: float) -> bool:

@@ -289,7 +289,7 @@ class PrefixNeeds:
         # Rows that need only some of a prefix's parts.
         self.bounded = [row for row, reach in enumerate(reaches) if reach.kind != "all"]
         if first_chunk < 0 or chunk_tokens < bool(self.bounded):
-            raise ValueError(f"first chunk {first_chunk}, chunks of {chunk_tokens} tokens")
+            raise ValueError(f"the first chunk cannot be {first_chunk}, of {chunk_tokens} tokens")
         self._reaches = reaches
         self._first_chunk = first_chunk
         self._chunk_tokens = chunk_tokens

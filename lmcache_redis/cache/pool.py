@@ -140,7 +140,7 @@ class HostPool:
         key: None: the entry is not in the index until `publish` gives it a key.
         """
         if units <= 0:
-            raise RuntimeError(f"an entry of {units} units")
+            raise RuntimeError(f"an entry has at least one unit, not {units}")
         if key in self._index:
             raise RuntimeError(f"reserved twice: {self._index[key]!r}")
         if units > self.free + self.idle:

@@ -5,8 +5,8 @@ Chunks at the beginning of their prompts are written first: without them no late
 Few bytes are in flight, so that loads never wait for a long queue and this order matters. While
 chunks are loaded from the tier no write begins; but loads are not waited for longer than a second.
 
-Nothing here looks at all that is queued, but for what is not due yet: a queue of a large host pool
-has tens of thousands of chunks. Times are of the owner's clock.
+Only what is not due yet is looked at one by one: the queue of a large host pool has tens of
+thousands of chunks. Times are of the owner's clock.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class SharingTier:
         self.tier.exists([*chain.from_iterable(each)], deadline, answered)
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
-        """Of a chunk in shares, the frame of the first."""
+        """As `Tier.describe`; a chunk in shares has the frame of the first."""
         self.tier.describe(self._keys.first_of_each(keys), deadline, done)
 
     def keys(self, prefix: bytes, deadline: float, limit: int) -> KeysResult:

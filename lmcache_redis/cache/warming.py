@@ -138,7 +138,7 @@ class Warming:
         self._round = None
 
     def report(self) -> dict[str, Any]:
-        """For STATUS."""
+        """What STATUS says of it."""
         counters = self._cache.metrics.snapshot()
         return {
             "chunks": counters["warmed_chunks"],

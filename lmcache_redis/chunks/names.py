@@ -228,7 +228,7 @@ class PartNames:
         return self.stem(len(chunk_hash)) + hash_tag(chunk_hash)
 
     def keys_after(self, first: bytes, hash_bytes: int) -> bytes:
-        """The common prefix of keys whose hashes have so many bytes, beginning with these."""
+        """The common prefix of keys whose hashes have ``hash_bytes``, beginning with ``first``."""
         return self.stem(hash_bytes) + hash_tag(first)[:-1]
 
     def stem(self, hash_bytes: int) -> bytes:
@@ -369,7 +369,7 @@ class ChunkForm(PartNames):
         return len(self.stripe_sizes)
 
     def frame(self, chunk_hash: bytes) -> ChunkFrame:
-        """Of the stripes of a chunk, or of its first share."""
+        """The frame of a chunk, or of its first share."""
         size, fingerprint = self.stripe_payload_bytes, self.fingerprint
         if (shares := self.shares) is None:
             return ChunkFrame(fingerprint, chunk_hash, self.chunk_bytes, size, self.metadata)

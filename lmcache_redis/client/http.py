@@ -32,7 +32,7 @@ class HttpAgent:
     """Asks the agent at ``url``; each answer is there within ``timeout_s``.
 
     url: http://HOST:PORT, or https:// of a proxy before it; a path goes before those of the agent.
-    Raises ``ConfigError`` for what is none.
+    Raises ``ConfigError`` for another URL.
     """
 
     def __init__(self, url: str, timeout_s: float = 3.0) -> None:
@@ -51,7 +51,7 @@ class HttpAgent:
             self._opener.add_handler(handler())
 
     def status(self) -> dict[str, Any]:
-        """As `ControlClient.status`, as are the others."""
+        """As `ControlClient.status`. The other questions are also the control client's."""
         return self._document("/status.json", "counters", "engines", "redis", "tiers")
 
     def why(self, request: str = "", most: int = 20) -> dict[str, Any]:

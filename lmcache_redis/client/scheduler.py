@@ -227,7 +227,7 @@ class SchedulerClient:
         return 0 if lookup.result.compare_only else lookup.pinned_tokens
 
     def _believed(self, request_id: str, lookup: _AskedLookup) -> m.LookupResult:
-        """The answer to a lookup; a miss if there is none, or one that cannot be."""
+        """The answer to a lookup; a miss if there is none, or none that can be right."""
         answer = lookup.call.answer
         if isinstance(answer, m.LookupResult) and 0 <= answer.hit_chunks <= len(lookup.hashes):
             return answer
@@ -296,7 +296,7 @@ class Canaries:
     No rule says that a name covers everything that decides KV; looking does. A canary is computed
     from its first token: what is computed behind a loaded prefix would inherit its faults. Each hit
     is one with the same probability, whatever came before, so that restarts make no difference.
-    draw: a number from 0 to below 1. first: beside them, so many hits at the start. Hits behind
+    draw: a number from 0 to below 1. first: hits at the start that are canaries, too. Hits behind
     local tokens cannot be compared: meanwhile they are held back.
     """
 

@@ -183,7 +183,7 @@ class CopyPlanner:
     def copies(
         self, block_ids: Sequence[int], slot_bytes: Sequence[int], skip_blocks: int = 0
     ) -> list[Copy]:
-        """As `arrays`, one by one."""
+        """The copies of `arrays`, one by one."""
         arrays = self.arrays(block_ids, slot_bytes, skip_blocks)
         columns = [column.tolist() for column in arrays]
         return list(zip(*columns, strict=True))

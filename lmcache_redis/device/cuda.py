@@ -117,7 +117,7 @@ class CudaDevice(DeviceContext):
         if call.after is None:
             return
         if self._signals is None:
-            raise DeviceError("a ticket of an engine that registered no signals")
+            raise DeviceError("the ticket names a signal, and the engine registered no signals")
         began_s = checked_s = time.monotonic()
         deadline_s = began_s + _SIGNAL_DEADLINE_S
         if call.until_ns is not None:

@@ -60,7 +60,7 @@ _CAUSES = {
 
 
 class Attribute:
-    """Of ``CUdevice_attribute``."""
+    """Numbers of ``CUdevice_attribute``."""
 
     COMPUTE_MODE = 20  # 0: default, 2: prohibited, 3: exclusive process
     SEES_HOST_ADDRESSES = 91  # of registered memory: they are the same on the GPU

@@ -139,7 +139,7 @@ class PoolPinning:
             self._stop.wait(time.monotonic() - started_s)
 
     def _unpin(self) -> None:
-        """From the last piece on. Raises DriverError."""
+        """Unpins all pieces, the last first. Raises DriverError."""
         while self.pinned_bytes:
             begin = (self.pinned_bytes - 1) // self._piece_bytes * self._piece_bytes
             driver.unpin(self._address + begin)

@@ -222,7 +222,7 @@ class RedisHiCache(HiCacheStorage):
         return results
 
     def _present(self, keys: Sequence[str], pools: Sequence[HostPages]) -> list[list[bool]]:
-        """Of each pool, which keys have a page."""
+        """Which keys have a page, for each pool."""
         if self._is_off:
             return [[False] * len(keys) for _ in pools]
         names = [pages.names(keys) for pages in pools]
@@ -276,12 +276,12 @@ class HostPages(NamedTuple):
         """As `names`, with their memory. Raises ValueError if the pool's pages have changed."""
         tokens = 0 if host_indices is None else len(host_indices)
         if tokens != len(keys) * self.pool.page_size:
-            raise ValueError(f"{tokens} host indices for {len(keys)} pages")
+            raise ValueError(f"{len(keys)} pages do not have {tokens} host indices")
         if self.is_logical:
             return []
         addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
         if [*sizes] != self.sizes * len(keys):
-            raise ValueError("pages of other sizes than when the pool was registered")
+            raise ValueError("the pages have other sizes than when the pool was registered")
         pieces = [_memory(*each) for each in zip(addresses, sizes, strict=True)]
         each_page = range(0, len(pieces), len(self.sizes))
         return [

@@ -44,7 +44,7 @@ class Declared(NamedTuple):
         return make(name=PREFIX + self.name, documentation=self.meaning, labelnames=names, **more)
 
     def meanings(self) -> dict[str, str]:
-        """By names in code."""
+        """What each counter means, by its name in code."""
         parts = {name: meaning for name, (_, meaning) in self.parts.items()}
         return parts or {self.name: self.meaning}
 

@@ -250,8 +250,8 @@ static bool is_other_kind(const Task *task, const uint8_t *header)
 }
 
 /* A value of another length begins with this header: whether it is a packed one that was asked for,
- * or that but for the seal, which is received for the sake of the connection. What has arrived behind
- * the header is then where the rest follows. */
+ * or differs from that in the seal alone, and is received for the sake of the connection. What has
+ * arrived behind the header is then where the rest follows. */
 static bool begin_packed(Call *call, const Task *task, Progress *p, size_t stored)
 {
     const size_t wanted = task->header.nbytes, nbytes = task->payload.nbytes;

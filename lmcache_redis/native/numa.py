@@ -62,7 +62,7 @@ def parse_nodes(text: str) -> tuple[int, ...]:
         first, _, last = part.partition("-")
         nodes.update(range(int(first), int(last or first) + 1))
     if max(nodes, default=0) >= _MOST_NODES:
-        raise ValueError(f"nodes {text!r}")
+        raise ValueError(f"nodes are below {_MOST_NODES}, not {text!r}")
     return tuple(sorted(nodes))
 
 

@@ -37,7 +37,7 @@ size_t tile_bytes(size_t element_bytes, size_t width)
 
 /* ------------------------------------------------------------- escapes */
 
-/* Append the high byte of each code that is `top`, and perhaps up to 64 bytes behind them. */
+/* Append the high byte of each code that is `top`, and at most 64 bytes behind them. */
 typedef uint8_t *TakeEscapes(const uint8_t *codes, uint8_t top, const uint8_t *high,
                              uint8_t *escapes);
 /* Replace the high byte of each code that is `top`. NULL if there are fewer escapes than such codes;

@@ -85,7 +85,7 @@ def encoded(kv_chunk: torch.Tensor) -> tuple[RemoteMetadata, list[memoryview]]:
 
 
 def byte_view(buffer: Any, what: str) -> memoryview:
-    """What a caller passes as a buffer. Raises FormatError if it is none, or not contiguous."""
+    """The bytes of a caller's buffer. Raises FormatError if it is no buffer, or not contiguous."""
     try:
         view = memoryview(buffer)
         return view.cast("B") if view.nbytes else memoryview(b"")

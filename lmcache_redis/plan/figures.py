@@ -108,7 +108,7 @@ def _row(
     replay: Replay, sizes: Capacity, store_after: int, speeds: Speeds, prices: Prices
 ) -> PlanRow:
     trace, found = replay.trace, replay.find(sizes, store_after)
-    # The link carries so many plain bytes.
+    # In plain bytes.
     plain_per_s = speeds.link_bytes_per_s * sizes.redis_ratio
     loads = decide(replay, found, replace(speeds, link_bytes_per_s=plain_per_s))
     chunk_tokens = trace.layout.block_tokens

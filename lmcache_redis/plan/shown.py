@@ -46,7 +46,7 @@ dd{margin:0}
 
 
 def gib(nbytes: float) -> str:
-    """In GiB, short."""
+    """A size in GiB, short."""
     value = nbytes / _GIB
     return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
 
@@ -134,7 +134,7 @@ def admission(row: PlanRow, less: PlanRow) -> str:
 
 
 def warnings(rows: Sequence[PlanRow]) -> list[str]:
-    """Of all rows together."""
+    """The warnings of all rows together."""
     slower = max((row.slower_tokens / max(1, row.asked_tokens) for row in rows), default=0.0)
     if slower < 0.01:
         return []

@@ -264,7 +264,7 @@ class _Progress:
         return (End.LINE, 0, line) if line[:1] == b"-" else (End.NOTHING, 0, b"")
 
     def _begin_packed(self, task: Request, header: bytes, start: int, stored: int) -> bool:
-        """Whether a value is a packed one that was asked for, or that but for the seal.
+        """Whether a value is a packed one that was asked for, or differs in the seal alone.
 
         The latter is received for the sake of the connection. Some may have arrived.
         """
@@ -297,7 +297,7 @@ class _Progress:
 
 
 def unpacked(header: bytes, stored: Buffer, payload: Buffer, verify: bool = True) -> bool:
-    """Bring a packed payload back. False if it is none, or not the one that was packed."""
+    """Bring a packed payload back. False if it is not the one that was packed."""
     if not unpack(stored, stored_form(header)[1], payload):
         return False
     expected = plain_checksum(header) if verify else 0

@@ -78,8 +78,7 @@ def count_prefix(keys: Sequence[bytes], suffix: bytes = b"") -> Steps[int]:
             group = keys[before : before + GROUP_KEYS]
             found = parse_count(reply, len(group))
             if found < len(group):
-                # Perhaps no gap now: the missing key was stored since. No later group is asked
-                # about again.
+                # The missing key may have been stored since. No later group is asked again.
                 return before + (found and _one_by_one(connection, group, suffix))
             before += GROUP_KEYS
         # Each wake-up of this thread costs the server time, too.

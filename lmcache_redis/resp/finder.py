@@ -280,7 +280,7 @@ class MapWatcher:
 
     @property
     def _doubt(self) -> Doubt:
-        """By the state of the servers in use."""
+        """Doubts the map by the state of the servers in use."""
         down = self._down()
         return Doubt.BROKEN if down is None or down else Doubt.NONE
 

@@ -46,7 +46,7 @@ class Answer(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """For the log."""
+        """The map in a line, for the log."""
         servers = self.map.servers
         names = ", ".join(server.where for server in servers[:8])
         more = f" and {len(servers) - 8} more" if len(servers) > 8 else ""

@@ -342,7 +342,7 @@ class RedisPlane:
         self._nodes.ask_for_each(_FRAMES, deadline, [key + _FIRST_STRIPE for key in keys], answer)
 
     def keys(self, prefix: bytes, deadline: float, limit: int = sys.maxsize) -> KeysResult:
-        """As `list_keys`, and blocks."""
+        """As `list_keys`; blocks the caller."""
         results: SimpleQueue[KeysResult] = SimpleQueue()
         self.list_keys(prefix, deadline, results.put, limit)
         return results.get()

@@ -98,7 +98,7 @@ class Sources:
 
     @property
     def answers(self) -> dict[Endpoint, Answer]:
-        """Of this round, or the last."""
+        """The answers of this round, or of the last."""
         return self._round.answers
 
     # ------------------------------------------------------------------ a round

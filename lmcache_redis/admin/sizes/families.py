@@ -93,7 +93,7 @@ class Layer:
         more, fewer = max(self.heads, ranks), min(self.heads, ranks)
         if more % fewer:
             raise ConfigError(
-                f"--tp {ranks}: vLLM cannot share {self.heads} KV heads among so many ranks"
+                f"--tp {ranks}: vLLM cannot share {self.heads} KV heads among {ranks} ranks"
             )
         return ranks // fewer
 
@@ -102,7 +102,7 @@ class Layer:
         groups = self.groups if self.groups % ranks == 0 else ranks
         conv = self.conv + groups * self.group_conv
         if conv % ranks or self.recurrent % ranks:
-            raise ConfigError(f"--tp {ranks}: vLLM cannot share the states among so many ranks")
+            raise ConfigError(f"--tp {ranks}: vLLM cannot share the states among {ranks} ranks")
         recurrent_type = types.recurrent
         if recurrent_type == "auto":
             recurrent_type = self.recurrent_type or types.conv

@@ -151,7 +151,7 @@ class ModelSize:
 
     @property
     def chunks(self) -> int:
-        """Of the prompt."""
+        """The chunks of the prompt."""
         return self.options.prompt_tokens // self.chunk_tokens
 
     @property

@@ -98,7 +98,7 @@ class _OpenWatch:
 
 
 class Watches:
-    """By peer. Owned by the loop thread."""
+    """The watches of each peer. Owned by the loop thread."""
 
     def __init__(self, agent: Agent) -> None:
         self._loop = agent.loop

@@ -33,7 +33,7 @@ def uptime(report: Mapping[str, Any]) -> str:
 
 
 def shown_seconds(seconds: float) -> str:
-    """Of computing time: 0.42 s, 12.3 s, 4,321 s."""
+    """A time of computing: 0.42 s, 12.3 s, 4,321 s."""
     digits = 2 if abs(seconds) < 10 else 1 if abs(seconds) < 100 else 0
     return f"{seconds:,.{digits}f} s"
 

@@ -87,7 +87,7 @@ class StoredShape(NamedTuple):
         )
 
     def is_of(self, frame: ChunkFrame) -> bool:
-        """Whether that is its frame, but for how it is cut into stripes."""
+        """Whether that is its frame, whatever the size of its stripes."""
         cut = self._replace(stripe_payload_bytes=frame.stripe_payload_bytes)
         return cut == StoredShape.of(frame)
 

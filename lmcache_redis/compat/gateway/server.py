@@ -69,7 +69,7 @@ COUNTERS: Final[tuple[tuple[str, str, str, tuple[str, ...]], ...]] = (
 
 
 def counter_name(name: str, value: str) -> str:
-    """In `Shared.counters`."""
+    """Its name in `Shared.counters`."""
     return f"{name}_{value}" if value else name
 
 

@@ -67,7 +67,7 @@ def object_key_of(text: str) -> ObjectKey:
         or not (match["dtype"] or match["fmt"])
     ):
         raise FormatError(
-            "a key text is model@world_size@worker_id@hash@dtype, then perhaps @layer_id and "
+            "a key text is model@world_size@worker_id@hash@dtype, then maybe @layer_id and "
             f"@tag%value, with plain numbers and a hash in lower-case hex, not {text!r:.200}"
         )
     chunk_hash = match["chunk_hash"]

@@ -410,7 +410,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
 
     @guarded(_all_failed)
     def _ended_loads(self) -> dict[str, set[int]]:
-        """By request, the blocks that were not filled."""
+        """The blocks that were not filled, by request."""
         if self._worker is None:
             return self._all_failed()
         ended = self._worker.ended_loads(self._step())

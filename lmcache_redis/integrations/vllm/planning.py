@@ -170,8 +170,8 @@ class RecentChunks:
 class StepPlanner:
     """Plans for the requests of one engine, and takes the references to their blocks.
 
-    left_out: groups that are not cached, because vLLM computes them again. step_tokens: vLLM
-    computes at most so many tokens of a request before it releases blocks. blocks: returns a
+    left_out: groups that are not cached, because vLLM computes them again. step_tokens: the most
+    tokens of a request that vLLM computes before it releases blocks. blocks: returns a
     request's current blocks by vLLM's number of the group, null ones included. needs_all: a prefix
     needs every block before its end, and nothing else.
     """
@@ -278,7 +278,7 @@ class StepPlanner:
         for place, group in enumerate(self._groups):
             block_ids: list[int] = []
             hashes: list[bytes] = []
-            named = 0  # of a comparison, by clients perhaps
+            named = 0  # of a comparison; clients may choose it
             pinned = group.reach.first_chunk(tracked.canary_chunks, tracked.chunk_tokens)
             some = range(max(pinned, chunks.start), chunks.stop) if compare else chunks
             for chunk, part in self._complete_parts(group, tracked, blocks[group.number], some):

@@ -31,7 +31,7 @@ class BegunPrompts:
         self._requests.pop(request_id, None)
 
     def left_tokens(self) -> int:
-        """What no step was scheduled for yet."""
+        """The tokens that no step was scheduled for yet."""
         total = 0
         for request_id, request in [*self._requests.items()]:
             if (tokens := request.num_prompt_tokens - request.num_computed_tokens) > 0:

@@ -175,7 +175,7 @@ def _is_inplace(lora_request: LoRARequest) -> bool:
 
 
 def _look(lora_request: LoRARequest) -> tuple[Any, bytes]:
-    """For a worker, which must not fail."""
+    """Looks without raising: a worker must not fail."""
     try:
         return look(lora_request.lora_path, _is_3d(lora_request), {})
     except Exception:

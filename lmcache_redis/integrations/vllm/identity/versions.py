@@ -92,7 +92,7 @@ def _worker(vllm_config: VllmConfig) -> Any:
 
 
 def _doubts(vllm_config: VllmConfig) -> Iterator[str]:
-    """What versions may compute otherwise, by settings."""
+    """The settings under which versions may compute otherwise."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if method := needs.QUANTIZATION.of(model):
         yield f"its weights are quantized ({method})"
