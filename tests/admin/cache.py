@@ -12,7 +12,8 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.admin.names import ChunkName
-from lmcache_redis.admin.server import open_server
+from lmcache_redis.admin.purge import Plan, PurgeResult, Selection, choose, remove
+from lmcache_redis.admin.server import PrimaryServers, open_server
 from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, add_checksums, mark_packed
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
@@ -120,7 +121,26 @@ def everything(server: RedisServer) -> dict[bytes, bytes]:
         return {key: client.dump(key) for key in client.scan_iter(count=1000)}
 
 
-def refused(options: RedisOptions, error: type[Exception], match: str = ".") -> str:
+def user_of(server: RedisServer, *rules: str) -> RedisOptions:
+    """The options of a user who has these rights, on all keys."""
+    server.command("ACL", "SETUSER", "some", "reset", "on", ">pw", "~*", *rules)
+    return RedisOptions(server.url, username="some", password="pw")
+
+
+def purge(server: PrimaryServers, selection: Selection, prefix: bytes = b"") -> PurgeResult:
+    return carried_out(server, choose(server, prefix, selection))
+
+
+def carried_out(server: PrimaryServers, plan: Plan) -> PurgeResult:
+    """What comes of a plan, at full speed."""
+    result = PurgeResult()
+    remove(server, plan, 1e6, result)
+    return result
+
+
+def refused(
+    options: RedisOptions, error: type[Exception] | tuple[type[Exception], ...], match: str = "."
+) -> str:
     """What tools say where they cannot be let in."""
     with pytest.raises(error, match=match) as caught, open_server(options):
         pass

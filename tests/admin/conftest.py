@@ -14,6 +14,7 @@ import pytest
 from lmcache_redis.admin.server import PrimaryServers, open_server
 from lmcache_redis.resp import RedisOptions
 from tests.servers import RedisServer
+from tests.topologies import Cluster, running_cluster
 
 
 @pytest.fixture
@@ -32,6 +33,20 @@ def client(redis_server: RedisServer) -> Iterator[Any]:
 def server(redis_server: RedisServer) -> Iterator[PrimaryServers]:
     with open_server(RedisOptions(redis_server.unix_url)) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Cluster:
+    """An empty one, for tests that neither stop nor change its nodes."""
+    for node in shared_cluster.nodes:
+        node.command("FLUSHALL")
+    return shared_cluster
 
 
 @pytest.fixture(autouse=True)

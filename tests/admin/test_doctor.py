@@ -60,25 +60,6 @@ def test_a_diagnosis_changes_nothing(
     assert diagnosis.exit_status == 1
 
 
-def test_without_bandwidth_nothing_is_written(
-    server: PrimaryServers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def never(server: PrimaryServers, node: Primary, prefix: bytes) -> None:
-        raise AssertionError("measured")
-
-    monkeypatch.setattr("lmcache_redis.admin.doctor.measure_bandwidth", never)
-    diagnosis = diagnose(server, b"", LITTLE, bandwidth=False)
-    assert not any("bandwidth" in finding.topic for finding in diagnosis.findings)
-
-
-def test_a_cache_as_it_should_be_passes(own_server: RedisServer) -> None:
-    own_server.config_set("maxmemory", "200mb")
-    own_server.config_set("maxmemory-policy", "allkeys-lru")
-    with open_server(RedisOptions(own_server.unix_url)) as server:
-        diagnosis = diagnose(server, b"", LITTLE, bandwidth=True)
-    assert diagnosis.exit_status == 0, list(diagnosis_lines(diagnosis))
-
-
 def test_probes_expire_by_themselves(
     server: PrimaryServers, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from lmcache_redis.admin.server import open_server
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.net.endpoint import Transport
 from lmcache_redis.resp.options import parse_deployment
+from tests.admin.cache import user_of
 from tests.servers import RedisServer
 
 
@@ -56,8 +57,7 @@ def test_without_config_info_has_to_do(own_server: RedisServer) -> None:
     """As with managed services."""
     own_server.config_set("maxmemory", "100mb")
     own_server.config_set("maxmemory-policy", "volatile-lru")
-    own_server.command("ACL", "SETUSER", "user", "on", ">pw", "~*", "+@all", "-config")
-    facts = seen(RedisOptions(own_server.unix_url, username="user", password="pw"))
+    facts = seen(user_of(own_server, "+@all", "-config"))
     assert facts.has_password
     assert (facts.maxmemory_bytes, facts.policy) == (100 << 20, "volatile-lru")
     assert facts.append_only is False
@@ -69,8 +69,7 @@ def test_without_config_info_has_to_do(own_server: RedisServer) -> None:
 
 
 def test_without_info_too_hardly_anything_is_seen(own_server: RedisServer) -> None:
-    own_server.command("ACL", "SETUSER", "user", "on", ">pw", "~*", "+get", "+ping")
-    facts = seen(RedisOptions(own_server.unix_url, username="user", password="pw"))
+    facts = seen(user_of(own_server, "+get", "+ping"))
     assert (facts.version, facts.maxmemory_bytes, facts.policy) == (None, None, None)
     assert [text.split()[0] for text in facts.unseen] == ["INFO", "CONFIG"]
 

@@ -22,7 +22,7 @@ from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.seal import SealKeys
 from lmcache_redis.units import printable
-from tests.admin.cache import STORED_UNIX_MS, Cached, age, everything
+from tests.admin.cache import STORED_UNIX_MS, Cached, age, everything, user_of
 from tests.fuzz.packed import elements_with
 from tests.servers import RedisServer
 
@@ -113,24 +113,12 @@ def test_a_list_under_our_key_is_explained(
 
 
 def test_a_user_who_may_not_read(own_server: RedisServer) -> None:
-    own_server.command("ACL", "SETUSER", "few", "on", ">pw", "~*", "+exists", "+ping")
-    options = RedisOptions(own_server.unix_url, username="few", password="pw")
+    options = user_of(own_server, "+exists", "+ping")
     with own_server.client() as client, open_server(options) as server:
         CHUNK.put(client)
         report = report_on(server, CHUNK.keys[0])
         assert report.verdict is ChunkVerdict.UNKNOWN
         assert "does not allow it to this user" in "\n".join(chunk_lines(report))
-
-
-def test_verify_finds_a_flipped_bit(server: PrimaryServers, client: Any) -> None:
-    CHUNK.put(client)
-    assert report_on(server, CHUNK.keys[0], verify=True).verdict is ChunkVerdict.COMPLETE
-    at = HEADER_BYTES + 77
-    client.setrange(CHUNK.keys[1], at, bytes((CHUNK.value(1)[at] ^ 1,)))
-    assert report_on(server, CHUNK.keys[0]).verdict is ChunkVerdict.COMPLETE
-    report = report_on(server, CHUNK.keys[0], verify=True)
-    assert report.verdict is ChunkVerdict.BROKEN
-    assert "its payload's checksum is" in "\n".join(chunk_lines(report))
 
 
 @pytest.mark.parametrize("keys", [None, SealKeys([b"k" * 32])], ids=["plain", "sealed"])
@@ -311,6 +299,9 @@ def test_under_lfu_no_idle_times_are_told(own_server: RedisServer) -> None:
         assert group.idle_s == []
         text = "\n".join(chunk_lines(report_on(server, CHUNK.keys[0])))
         assert "unknown: the server does not say" in text
+        with pytest.raises(ConfigError, match=r"counts uses.*: choose by --model"):
+            choose(server, b"", Selection(idle_longer_than_s=1.0))
+        assert len(client.keys("*")) == 3
 
 
 def test_names_cannot_move_the_cursor() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +12,13 @@ from lmcache_redis.admin import stripes
 from lmcache_redis.admin.doctor import examine
 from lmcache_redis.admin.facts import Need
 from lmcache_redis.admin.inspect import summarise
-from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
+from lmcache_redis.admin.purge import Selection
 from lmcache_redis.admin.report import summary_lines
 from lmcache_redis.admin.server import open_server
 from lmcache_redis.admin.stripes import survey
 from lmcache_redis.errors import RedisError, RedisReplyError
 from lmcache_redis.resp import RedisOptions
-from tests.admin.cache import Cached
+from tests.admin.cache import Cached, purge, user_of
 from tests.resp.odd import ENVOY, TWEMPROXY, Answers, OddProxy
 from tests.servers import RedisServer
 
@@ -51,12 +50,9 @@ def test_a_node_that_may_not_be_asked_for_slots_is_one(own_server: RedisServer) 
 
 
 @pytest.mark.parametrize("reply", [ENVOY[b"DBSIZE"], b"-NOPERM no\r\n", b"+many\r\n", b"$-1\r\n"])
-def test_inspect_and_purge_go_on_without_a_total(
-    own_server: RedisServer, reply: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chunk = Cached(1)
+def test_inspect_and_purge_go_on_without_a_total(own_server: RedisServer, reply: bytes) -> None:
     with own_server.client() as client:
-        chunk.put(client)
+        Cached(1).put(client)
     with (
         OddProxy(own_server.port, {b"DBSIZE": reply}) as proxy,
         open_server(RedisOptions(proxy.url)) as server,
@@ -65,8 +61,7 @@ def test_inspect_and_purge_go_on_without_a_total(
         assert (summary.groups[0].chunks, summary.survey.database_keys) == (1, None)
         summary.survey.whole = False
         assert any("a sample: about 500 keys were" in line for line in summary_lines(summary))
-        result = PurgeResult()
-        remove(server, choose(server, b"", Selection(everything=True)), 1e6, result)
+        result = purge(server, Selection(everything=True))
         assert (result.chunks, result.stripes) == (1, 3)
 
 
@@ -109,14 +104,11 @@ def test_a_scan_without_end(
             survey(server, b"")
 
 
-def test_a_user_who_may_not_ask_how_a_server_is(own_server: RedisServer, tmp_path: Path) -> None:
-    """Neither PING nor INFO nor DBSIZE."""
-    chunk = Cached(1)
+def test_a_user_who_may_not_ask_how_a_server_is(own_server: RedisServer) -> None:
+    """Neither PING nor INFO nor DBSIZE, nor name itself (CLIENT)."""
     with own_server.client() as client:
-        chunk.put(client)
-    rules = ("~*", "+@read", "+unlink", "-ping", "-info", "-dbsize")
-    own_server.command("ACL", "SETUSER", "some", "on", ">pw", *rules)
-    options = RedisOptions(own_server.url, username="some", password="pw")
+        Cached(1).put(client)
+    options = user_of(own_server, "+@read", "+unlink", "-ping", "-info", "-dbsize")
     with open_server(options) as server:
         (group,) = summarise(server, b"", everything=False, verify=False).groups
         assert group.chunks == 1

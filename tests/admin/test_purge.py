@@ -16,18 +16,10 @@ from lmcache_redis.admin.report import plan_lines, removal_lines
 from lmcache_redis.admin.server import Primary, PrimaryServers, open_server
 from lmcache_redis.admin.stripes import SeenChunk
 from lmcache_redis.errors import ConfigError, RedisAuthError
-from lmcache_redis.resp import RedisOptions
-from tests.admin.cache import Cached, age, everything
+from tests.admin.cache import Cached, age, carried_out, everything, purge, user_of
 from tests.servers import RedisServer
 
 ALL = Selection(everything=True)
-FAST = 1_000_000.0
-
-
-def purge(server: PrimaryServers, selection: Selection, prefix: bytes = b"") -> PurgeResult:
-    result = PurgeResult()
-    remove(server, choose(server, prefix, selection), FAST, result)
-    return result
 
 
 def put(client: Any, *chunks: Cached) -> None:
@@ -93,8 +85,7 @@ def test_a_chunk_used_since_it_was_chosen_stays(server: PrimaryServers, client: 
     age(client, chunk.keys[0], 5000)
     plan = choose(server, b"", Selection(idle_longer_than_s=1000.0))
     client.get(chunk.keys[0])
-    result = PurgeResult()
-    remove(server, plan, FAST, result)
+    result = carried_out(server, plan)
     assert (result.used_again, result.stripes) == (1, 0)
     assert set(client.keys("*")) == set(chunk.keys)
 
@@ -107,19 +98,9 @@ def test_an_idle_chunk_that_is_evicted_meanwhile_was_not_used(
         age(client, key, 5000)
     plan = choose(server, b"", Selection(idle_longer_than_s=1000.0))
     client.delete(*Cached(1).keys, Cached(2).keys[0])
-    result = PurgeResult()
-    remove(server, plan, FAST, result)
+    result = carried_out(server, plan)
     assert (result.vanished, result.stored_again, result.used_again) == (4, 2, 0)
     assert set(client.keys("*")) == set(Cached(2).keys[1:])
-
-
-def test_without_idle_times_it_is_said_what_to_choose_by(own_server: RedisServer) -> None:
-    own_server.config_set("maxmemory-policy", "allkeys-lfu")
-    with own_server.client() as client, open_server(RedisOptions(own_server.unix_url)) as server:
-        Cached(1).put(client)
-        with pytest.raises(ConfigError, match=r"counts uses.*: choose by --model"):
-            choose(server, b"", Selection(idle_longer_than_s=1.0))
-        assert len(client.keys("*")) == 3
 
 
 def stored_ago(number: int, seconds: float) -> Cached:
@@ -142,8 +123,7 @@ def test_a_chunk_stored_anew_since_it_was_chosen_stays(server: PrimaryServers, c
     plan = choose(server, b"", Selection(stored_longer_than_s=500.0))
     again = stored_ago(1, 0)
     again.put(client)
-    result = PurgeResult()
-    remove(server, plan, FAST, result)
+    result = carried_out(server, plan)
     assert (result.stored_again, result.stripes) == (3, 0)
     assert set(client.keys("*")) == set(again.keys)
 
@@ -218,7 +198,7 @@ def test_what_vanishes_meanwhile_is_counted(server: PrimaryServers, client: Any)
     client.delete(*Cached(1).keys)
     result = PurgeResult()
     seen: list[tuple[str, int, int]] = []
-    remove(server, plan, FAST, result, lambda *said: seen.append(said))
+    remove(server, plan, 1e6, result, lambda *said: seen.append(said))
     assert (result.chunks, result.stripes, result.vanished) == (1, 3, 3)
     assert seen == [("keys removed", 6, 6)]
 
@@ -239,32 +219,22 @@ def test_of_packed_chunks_both_sizes_are_said(server: PrimaryServers, client: An
     assert plan.sizes.plain == plain
     assert plan.sizes.stored == pytest.approx(stored, abs=2)
     assert "6 keys, about 7.9 KiB (plain 19.9 KiB)" in next(plan_lines(plan, "here"))
-    remove(server, plan, 1e6, result := PurgeResult())
+    result = carried_out(server, plan)
     assert result.sizes == (stored, plain)
     assert "6 keys, 7.9 KiB (plain 19.9 KiB)" in next(removal_lines(result))
 
 
-def test_a_chunk_of_more_stripes_than_a_step(server: PrimaryServers, client: Any) -> None:
-    Cached(1, stripe_count=150).put(client)
-    put(client, *(Cached(number, model="other", stripe_count=7) for number in range(60)))
-    assert purge(server, ALL).stripes == 150 + 60 * 7
-    assert client.dbsize() == 0
-
-
 def test_a_user_who_may_not_remove(own_server: RedisServer) -> None:
-    own_server.command("ACL", "SETUSER", "reader", "on", ">pw", "~*", "+@read", "+ping")
-    options = RedisOptions(own_server.unix_url, username="reader", password="pw")
+    options = user_of(own_server, "+@read", "+ping")
     with own_server.client() as client, open_server(options) as server:
         Cached(1).put(client)
-        with pytest.raises(RedisAuthError, match="unlink"):
+        with pytest.raises(RedisAuthError, match=r"unlink.* need \+@read and \+unlink"):
             purge(server, ALL)
         assert len(client.keys("*")) == 3
 
 
 def test_a_user_who_may_not_see_idle_times(own_server: RedisServer) -> None:
-    rights = ("~*", "+@read", "+unlink", "+ping", "-object")
-    own_server.command("ACL", "SETUSER", "some", "on", ">pw", *rights)
-    options = RedisOptions(own_server.unix_url, username="some", password="pw")
+    options = user_of(own_server, "+@read", "+unlink", "+ping", "-object")
     with own_server.client() as client, open_server(options) as server:
         Cached(1).put(client)
         with pytest.raises(ConfigError, match=r"needs \+object"):
@@ -287,6 +257,8 @@ def test_a_step_has_whole_chunks(rate: float, most: int) -> None:
     steps = list(steps_of(chunks, rate))
     assert [chunk for step in steps for chunk in step] == chunks
     assert max(sum(chunk.count for chunk in step) for step in steps) == most
+    large = SeenChunk(Cached(70).name, (1 << 150) - 1)
+    assert list(steps_of([large, chunks[0]], rate)) == [[large], [chunks[0]]]
 
 
 def test_a_purge_keeps_its_pace(

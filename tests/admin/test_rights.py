@@ -22,14 +22,16 @@ from lmcache_redis.admin.rights import (
     try_rights,
 )
 from lmcache_redis.admin.rules import Finding, Severity
-from lmcache_redis.errors import RedisUnavailable
+from lmcache_redis.cli.checked import _connect
+from lmcache_redis.config import AgentConfig
+from lmcache_redis.errors import RedisAuthError, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.net.commands import Command, Use, needed
 from lmcache_redis.resp.net.wire import ErrorReply
 from lmcache_redis.resp.options import parse_deployment
 from tests.acl import PASSWORD, documented_url
 from tests.servers import RedisServer, free_port, server_binaries
-from tests.topologies import Cluster, Watched, keys_on, running_cluster, running_sentinel
+from tests.topologies import Cluster, Watched, keys_on, running_sentinel
 
 pytestmark = [
     pytest.mark.servers,
@@ -174,17 +176,14 @@ def test_rights_that_cannot_be_tried_are_told() -> None:
     assert "not all could be tried: Redis at 127.0.0.1:" in found[0].seen
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
-        yield cluster
+IN_A_CLUSTER = ("+cluster|slots", "+cluster|info", "+asking")
 
 
 class TestInACluster:
     @pytest.fixture(autouse=True)
     def _user(self, cluster: Cluster) -> None:
         for node in cluster.nodes:
-            documented_url(node, "agent", "+cluster|slots", "+cluster|info", "+asking")
+            documented_url(node, "agent", *IN_A_CLUSTER)
         self.cluster = cluster
         self.options = RedisOptions(cluster.url, username="agent", password=PASSWORD)
 
@@ -233,18 +232,22 @@ class TestInACluster:
     def test_a_server_that_does_not_answer(self) -> None:
         gone = f"127.0.0.1:{free_port()}"
         options = replace(self.options, url=f"redis+cluster://{gone},{self.cluster.url[16:]}")
-        assert [each.severity for each in tried(options, Use.CLUSTER)] == [Severity.OK] * 3
+        diagnosis = examine(options, LITTLE, bandwidth=False)
+        rights = findings_about("rights", diagnosis.findings)
+        assert [each.severity for each in rights] == [Severity.OK] * 3
+        assert len(diagnosis.facts) == 3
         with pytest.raises(RedisUnavailable, match="refuses connections"):
             examine(replace(self.options, url=f"redis+cluster://{gone}"), LITTLE, bandwidth=False)
 
-    def test_a_server_that_ends(self, tmp_path: Path) -> None:
-        with running_cluster(tmp_path) as own:
-            own.nodes[2].kill()
-            found = tried(RedisOptions(own.url), Use.CLUSTER)
-        severities = [each.severity for each in found]
-        assert severities == [Severity.WARNING, Severity.OK, Severity.OK]
-        assert found[0].where == f"127.0.0.1:{own.nodes[2].port}"
-        assert found[0].seen.startswith("not all could be tried: the cluster at ")
+    def test_it_is_asked_by_check_as_agents_ask_it(self) -> None:
+        """Each server: one may have another password."""
+        config = AgentConfig(redis_username="agent", redis_password=PASSWORD)
+        _connect(config, self.cluster.url)
+        last = self.cluster.nodes[2]
+        last.command("ACL", "SETUSER", "agent", "resetpass", ">wr0ng")
+        with pytest.raises(RedisAuthError, match=f"{last.port} refuses the user") as refused:
+            _connect(config, self.cluster.url)
+        assert PASSWORD not in str(refused.value)
 
 
 @pytest.fixture(scope="module")

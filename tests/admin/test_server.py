@@ -22,7 +22,7 @@ from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.net.advice import BY_CODE, missing_right
 from lmcache_redis.resp.net.wire import ErrorReply, error_of
 from lmcache_redis.resp.options import parse_deployment
-from tests.admin.cache import refused
+from tests.admin.cache import refused, user_of
 from tests.resp.helpers import running
 from tests.resp.trickling import LyingServer, Trickle
 from tests.servers import RedisServer
@@ -99,26 +99,6 @@ def test_tools_give_the_advice_of_agents(code: str) -> None:
     assert change in str(error_of(ErrorReply(code, f"{code} {words}")))
 
 
-def test_a_forbidden_command_says_what_to_allow(own_server: RedisServer) -> None:
-    own_server.command("ACL", "SETUSER", "few", "on", ">pw", "~*", "+get", "+ping")
-    options = RedisOptions(own_server.unix_url, username="few", password="pw")
-    with (
-        open_server(options) as server,
-        pytest.raises(RedisAuthError, match=r"need \+@read and \+unlink"),
-    ):
-        server.nodes[0].ask("DBSIZE")
-
-
-def test_a_server_that_stops_answering(
-    own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lmcache_redis.admin.server.OP_TIMEOUT_S", 0.5)
-    with open_server(RedisOptions(own_server.unix_url)) as server:
-        own_server.stop()
-        with pytest.raises(RedisTimeout, match="does not answer"):
-            server.nodes[0].ask("PING")
-
-
 def test_no_password_in_what_a_server_echoes(tmp_path: Path) -> None:
     def echo(words: list[bytes]) -> bytes | None:
         return b"-ERR no: %b\r\n" % b" ".join(words) if words[0] == b"AUTH" else None
@@ -138,33 +118,10 @@ def test_no_password_in_what_a_server_echoes(tmp_path: Path) -> None:
 
 def test_what_is_no_redis_and_what_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmcache_redis.admin.server.OP_TIMEOUT_S", 0.2)
-    with (
-        LyingServer(lambda words: b"HTTP/1.1 400 Bad Request\r\n\r\n") as web,
-        pytest.raises(RedisProtocolError, match="does not speak Redis"),
-        open_server(RedisOptions(web.url)),
-    ):
-        pass
-    with (
-        LyingServer(lambda words: Trickle(b"+OK\r\n", 60.0)) as silent,
-        pytest.raises(RedisTimeout, match="does not answer"),
-        open_server(RedisOptions(silent.url)),
-    ):
-        pass
-
-
-def test_a_restarted_server_is_asked_again(own_server: RedisServer) -> None:
-    with open_server(RedisOptions(own_server.unix_url)) as server:
-        own_server.kill()
-        own_server.start()
-        assert server.nodes[0].ask("DBSIZE") == 0
-
-
-def test_a_user_without_rights_to_name_itself(own_server: RedisServer) -> None:
-    rights = ("~*", "+@read", "+ping", "-client")
-    own_server.command("ACL", "SETUSER", "some", "on", ">pw", *rights)
-    options = RedisOptions(own_server.unix_url, username="some", password="pw")
-    with open_server(options) as server:
-        assert server.nodes[0].ask("DBSIZE") == 0
+    with LyingServer(lambda words: b"HTTP/1.1 400 Bad Request\r\n\r\n") as web:
+        refused(RedisOptions(web.url), RedisProtocolError, "does not speak Redis")
+    with LyingServer(lambda words: Trickle(b"+OK\r\n", 60.0)) as silent:
+        refused(RedisOptions(silent.url), RedisTimeout, "does not answer")
 
 
 class Rotating:
@@ -178,7 +135,7 @@ class Rotating:
 
 
 def test_credentials_are_asked_at_each_connect(own_server: RedisServer, tmp_path: Path) -> None:
-    own_server.command("ACL", "SETUSER", "some", "on", ">first", "~*", "+@all")
+    user_of(own_server, "+@all")
     path = tmp_path / "password"
     path.write_text("first\n")
     rotating = Rotating("first", "second")
@@ -203,8 +160,4 @@ def test_a_provider_that_fails_is_one_sentence(own_server: RedisServer, tmp_path
     path.write_text("x")
     gone = RedisOptions(own_server.unix_url, password_file=str(path))
     path.unlink()
-    with (
-        pytest.raises((RedisAuthError, ConfigError), match=r"password file .* cannot be read"),
-        open_server(gone),
-    ):
-        pass
+    refused(gone, (RedisAuthError, ConfigError), r"password file .* cannot be read")

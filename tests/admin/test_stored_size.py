@@ -10,7 +10,7 @@ import pytest
 
 from lmcache_redis.admin.sizes.sizing import EXPECTED_RATIO, stored_part
 from lmcache_redis.chunks.cutting import stripe_payload_bytes
-from lmcache_redis.chunks.frame import HEADER_BYTES, describe_header
+from lmcache_redis.chunks.frame import describe_header
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkNames, stripe_key
@@ -61,9 +61,3 @@ def test_little_is_lost_to_the_allocator(part_mib: float, most: float) -> None:
     """Equal stripes took 1.25, 1.17, 1.13, 1.07 and 1.03 times the part."""
     part = stored_part(int(part_mib * MIB), DEFAULT_SLOT_BYTES, MODEL)
     assert part.memory_bytes < most * part.part_bytes
-
-
-def test_headers_are_640_bytes_a_stripe() -> None:
-    part = stored_part(32 * MIB, DEFAULT_SLOT_BYTES, MODEL)
-    assert part.stripes == 33
-    assert part.value_bytes - part.part_bytes == 33 * HEADER_BYTES

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from lmcache_redis.admin import doctor
-from lmcache_redis.admin.doctor import diagnose
+from lmcache_redis.admin.doctor import Diagnosis, diagnose, examine
 from lmcache_redis.admin.facts import Need
 from lmcache_redis.admin.inspect import ChunkVerdict, explain, summarise
-from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
+from lmcache_redis.admin.node import _clock_ahead_s
+from lmcache_redis.admin.purge import Selection, choose
 from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import (
@@ -26,12 +27,15 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp import RedisOptions
+from lmcache_redis.resp.net.commands import Use
 from lmcache_redis.resp.routes import slot_of
-from tests.admin.cache import Cached, refused
+from tests.acl import PASSWORD, documented_url
+from tests.admin.cache import Cached, purge, refused
+from tests.admin.test_rights import IN_A_CLUSTER, LITTLE, tried
 from tests.resp.certificates import Authority
 from tests.resp.helpers import running
 from tests.servers import RedisServer, free_port, server_binaries, speaks_tls, wait_until
-from tests.topologies import Cluster, info, keys_on, running_cluster, running_sentinel
+from tests.topologies import Cluster, free_node_port, info, keys_on, running_sentinel
 
 pytestmark = [
     pytest.mark.servers,
@@ -40,17 +44,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def cluster(shared_cluster: Cluster) -> Cluster:
-    for node in shared_cluster.nodes:
-        node.command("FLUSHALL")
-    return shared_cluster
+@pytest.fixture(autouse=True)
+def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_MEASURE_S", 0.02)
 
 
 def put(cluster: Cluster, chunk: Cached) -> None:
@@ -58,22 +54,71 @@ def put(cluster: Cluster, chunk: Cached) -> None:
         cluster.node_of(key).command("SET", key, chunk.value(index))
 
 
-def test_a_cluster_is_looked_at_as_one(cluster: Cluster) -> None:
+# What agents and tools do without; redis-py tells its version.
+_NOT_NEEDED = {"client|setinfo"}
+
+
+def use_all_tools(url: str, chunk: Cached, servers: Sequence[RedisServer], *more: str) -> Diagnosis:
+    """As the user of docs/guides/redis.md, on this chunk alone: servers note what they deny."""
+    for server in servers:
+        documented_url(server, "admin", *more)
+        server.command("ACL", "LOG", "RESET")
+    options = RedisOptions(url, username="admin", password=PASSWORD)
+    with open_server(options) as server:
+        summary = summarise(server, b"", everything=True, verify=True)
+        assert [group.chunks for group in summary.groups] == [1]
+        assert summary.survey.database_keys
+        assert explain(server, chunk.keys[0], b"", True).verdict is ChunkVerdict.COMPLETE
+        assert _clock_ahead_s(server) is not None
+        assert purge(server, Selection(idle_longer_than_s=-1.0)).chunks == 1
+    diagnosis = examine(options, LITTLE, bandwidth=True)
+    topics = {finding.topic for finding in diagnosis.findings}
+    assert {"maxmemory", "io-threads", "load bandwidth", "latency"} <= topics
+    assert not {"not seen", "tools", "bandwidth"} & topics
+    for server in servers:
+        with server.client() as client:
+            assert {each["object"] for each in client.acl_log()} <= _NOT_NEEDED
+    return diagnosis
+
+
+def test_a_user_as_the_page_says_may_use_all_tools(own_server: RedisServer) -> None:
+    chunk = Cached(1)
+    with own_server.client() as client:
+        chunk.put(client)
+    use_all_tools(own_server.url, chunk, [own_server])
+
+
+def test_such_a_user_of_a_cluster_sees_every_node(cluster: Cluster) -> None:
+    put(cluster, chunk := Cached(1, stripe_count=12))
+    diagnosis = use_all_tools(cluster.url, chunk, cluster.nodes, *IN_A_CLUSTER)
+    assert len(diagnosis.facts) == 3
+    assert all(facts.read_bytes_per_s for facts in diagnosis.facts)
+    topics = [finding.topic for finding in diagnosis.findings]
+    assert topics.count("maxmemory") == 3
+    assert "cluster" not in topics
+    assert keys_on(cluster.nodes) == [0, 0, 0]
+
+
+def test_a_cluster_is_looked_at_and_purged_as_one(cluster: Cluster) -> None:
     chunks = [Cached(number, stripe_count=12) for number in range(4)]
-    for chunk in chunks:
+    stays = Cached(1, layout="second", stripe_count=12)
+    for chunk in (*chunks, stays):
         put(cluster, chunk)
     lost = chunks[1].keys[5]
     cluster.node_of(lost).command("DEL", lost)
     assert all(keys_on(cluster.nodes)), "every node has some of the stripes"
     with open_server(RedisOptions(cluster.url)) as server:
         assert len(server.nodes) == 3
-        (group,) = summarise(server, b"", everything=True, verify=True).groups
+        group, _ = summarise(server, b"", everything=True, verify=True).groups
         assert (group.chunks, group.stripes, group.incomplete, group.damaged) == (4, 47, 1, 0)
         for chunk, verdict in zip(
             chunks, (ChunkVerdict.COMPLETE, ChunkVerdict.INCOMPLETE), strict=False
         ):
-            report = explain(server, chunk.keys[7], b"", True)
-            assert report.verdict is verdict
+            assert explain(server, chunk.keys[7], b"", True).verdict is verdict
+        result = purge(server, Selection(layouts=frozenset({chunks[0].name.layout})))
+    assert (result.chunks, result.stripes, result.left) == (4, 47, {})
+    left = {key for node in cluster.nodes for key in node.command("KEYS", "*")}
+    assert left == set(stays.keys)
 
 
 @pytest.mark.parametrize(
@@ -97,19 +142,6 @@ def test_names_that_keep_a_cache_on_one_shard(
         owner = server.node_of(chunks[0].keys[0]).endpoint.where
     seen = {each.where: each.all_here for each in facts if each.all_here}
     assert seen == ({} if braces is None else {owner: (braces,)})
-
-
-def test_a_purge_reaches_every_node(cluster: Cluster) -> None:
-    gone, stay = Cached(1, stripe_count=12), Cached(1, layout="second", stripe_count=12)
-    put(cluster, gone)
-    put(cluster, stay)
-    result = PurgeResult()
-    with open_server(RedisOptions(cluster.url)) as server:
-        plan = choose(server, b"", Selection(layouts=frozenset({gone.name.layout})))
-        remove(server, plan, 1e6, result)
-    assert (result.chunks, result.stripes, result.left) == (1, 12, {})
-    left = {key for node in cluster.nodes for key in node.command("KEYS", "*")}
-    assert left == set(stay.keys)
 
 
 @pytest.mark.parametrize("name", ["redis", "redis-newest", "valkey-newest"])
@@ -139,8 +171,7 @@ def test_redirections_are_followed(
             assert list(server.ask_each(keys, lambda key: [("EXISTS", key)])) == [[1]] * 72
             for key in (moved, asked):
                 assert explain(server, key, b"", True).verdict is ChunkVerdict.COMPLETE
-            result = PurgeResult()
-            remove(server, choose(server, b"", Selection(everything=True)), 1e6, result)
+            result = purge(server, Selection(everything=True))
         # No SCAN met what a server has that the tools had not heard of.
         assert (result.chunks, result.stripes, result.left) == (22, 66, {})
 
@@ -169,49 +200,15 @@ def test_an_unserved_slot_and_nodes_that_hang_or_have_ended(
                 summarise(server, b"", everything=True, verify=False)
             with pytest.raises(RedisUnavailable, match="refuses connections"):
                 choose(server, b"", Selection(everything=True))
-
-
-def test_what_a_user_of_a_cluster_needs(cluster: Cluster) -> None:
-    chunk = Cached(1, stripe_count=12)
-    put(cluster, chunk)
-    rights = ["on", ">s3cr3t", "~*", "+@read", "+unlink", "+ping"]
-    for node in cluster.nodes:
-        node.command("ACL", "SETUSER", "few", *rights)
-    options = RedisOptions(cluster.url, username="few", password="s3cr3t")
-    refused(options, RedisAuthError, "NOPERM")
-    for node in cluster.nodes:
-        node.command("ACL", "SETUSER", "few", "+cluster|slots")
-    with open_server(options) as server:
-        result = PurgeResult()
-        remove(server, choose(server, b"", Selection(everything=True)), 1e6, result)
-    assert (result.stripes, result.left) == (12, {})
-    wrong = RedisOptions(cluster.url, username="few", password="wr0ng")
-    said = refused(wrong, RedisAuthError, "refuses the user")
-    assert "wr0ng" not in said
+        gone, *others = tried(RedisOptions(own.url), Use.CLUSTER)
+    assert [each.severity for each in others] == [Severity.OK] * 2
+    assert (gone.severity, gone.where) == (Severity.WARNING, f"127.0.0.1:{hanging.port}")
+    assert gone.seen.startswith("not all could be tried: the cluster at ")
 
 
 def test_one_server_is_no_cluster(own_server: RedisServer) -> None:
     url = own_server.url.replace("redis://", "redis+cluster://")
     refused(RedisOptions(url), ConfigError, "is no cluster: write redis://")
-
-
-def test_seeds_that_are_gone_are_passed_over(cluster: Cluster) -> None:
-    gone = f"redis+cluster://127.0.0.1:{free_port()}"
-    with open_server(RedisOptions(f"{gone},127.0.0.1:{cluster.nodes[1].port}")) as server:
-        assert len(server.nodes) == 3
-    refused(RedisOptions(gone), RedisUnavailable, "refuses connections: start it, or correct")
-
-
-def test_the_doctor_sees_every_node(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_MEASURE_S", 0.02)
-    with open_server(RedisOptions(cluster.url)) as server:
-        diagnosis = diagnose(server, b"", Need(), bandwidth=True)
-    assert len(diagnosis.facts) == 3
-    assert all(facts.read_bytes_per_s for facts in diagnosis.facts)
-    topics = [finding.topic for finding in diagnosis.findings]
-    assert topics.count("maxmemory") == 3
-    assert "cluster" not in topics
-    assert keys_on(cluster.nodes) == [0, 0, 0]
 
 
 def test_one_node_of_a_cluster_is_not_all_of_it(cluster: Cluster) -> None:
@@ -229,10 +226,10 @@ def test_a_sentinel_names_the_master(tmp_path: Path) -> None:
     with running_sentinel(tmp_path, password="s3cr3t") as watched:
         with watched.servers[0].client() as client:
             Cached(1).put(client)
-        with open_server(RedisOptions(watched.url)) as server:
-            (group,) = summarise(server, b"", everything=True, verify=False).groups
-            assert group.chunks == 1
-            assert server.nodes[0].endpoint.port == watched.servers[0].port
+        rights = (f"+sentinel|{name}" for name in ("get-master-addr-by-name", "master", "masters"))
+        watched.sentinel("ACL", "SETUSER", "seer", "on", f">{PASSWORD}", *rights)
+        seer = f"?sentinel_username=seer&sentinel_password={PASSWORD}"
+        use_all_tools(watched.url + seer, Cached(1), watched.servers)
         unknown = watched.url.replace("mymaster", "nobody")
         said = refused(RedisOptions(unknown), RedisUnavailable, "no master named nobody")
         assert "s3cr3t" not in said
@@ -241,6 +238,7 @@ def test_a_sentinel_names_the_master(tmp_path: Path) -> None:
         assert "wr0ng" not in said
         with open_server(RedisOptions(watched.url)) as server:
             (node,) = server.nodes
+            assert node.endpoint.port == watched.servers[0].port
             assert node.ask("SET", "key", "before")
             old = watched.master
             watched.fail_over()
@@ -256,44 +254,13 @@ def test_a_sentinel_names_the_master(tmp_path: Path) -> None:
 
 
 def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cluster of one node, which is also asked as one server."""
     executable = server_binaries()["redis"]
     if executable is None or not speaks_tls(executable):
         pytest.skip("there is no redis-server with TLS here")
     authority = Authority(tmp_path / "tls")
     certificate, key = authority.issue("server", "localhost")
-    port = free_port()
-    words = ["--tls-port", str(port), "--tls-auth-clients", "no"]
-    words += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
-    monkeypatch.setattr(doctor, "_MEASURE_S", 0.02)
-    with RedisServer(tmp_path, tcp=False, args=words, executable=executable) as server_process:
-        with server_process.client() as client:
-            Cached(1).put(client)
-        url = f"rediss://localhost:{port}"
-        with open_server(RedisOptions(f"{url}?ssl_ca_certs={authority.ca}")) as server:
-            (group,) = summarise(server, b"", everything=True, verify=True).groups
-            assert (group.chunks, group.damaged) == (1, 0)
-            diagnosis = diagnose(server, b"", Need(), bandwidth=True)
-        assert diagnosis.facts[0].read_bytes_per_s
-        (finding,) = [finding for finding in diagnosis.findings if finding.topic == "TLS"]
-        assert (finding.severity, finding.seen) == (Severity.OK, "on")
-        refused(RedisOptions(url), RedisUnavailable, "ssl_ca_certs")
-        # A CA that is named is trusted instead of the system's, not beside them.
-        monkeypatch.setenv("SSL_CERT_FILE", str(authority.ca))
-        with open_server(RedisOptions(f"{url}?ssl_check_hostname=true")):
-            pass
-        other = Authority(tmp_path / "other").ca
-        refused(RedisOptions(f"{url}?ssl_ca_certs={other}"), RedisUnavailable, "ssl_ca_certs")
-
-
-def test_a_cluster_over_tls(tmp_path: Path) -> None:
-    executable = server_binaries()["redis"]
-    if executable is None or not speaks_tls(executable):
-        pytest.skip("there is no redis-server with TLS here")
-    authority = Authority(tmp_path / "tls")
-    certificate, key = authority.issue("server", "localhost")
-    port = free_port()
-    while port > 55_000:  # the bus is 10,000 above
-        port = free_port()
+    port = free_node_port()
     words = ["--cluster-enabled", "yes", "--tls-cluster", "yes"]
     words += ["--cluster-announce-ip", "127.0.0.1"]
     words += ["--tls-port", str(port), "--tls-auth-clients", "no"]
@@ -309,6 +276,21 @@ def test_a_cluster_over_tls(tmp_path: Path) -> None:
             (group,) = summarise(server, b"", everything=True, verify=True).groups
             assert (group.chunks, group.damaged, server.is_cluster) == (1, 0, True)
         refused(RedisOptions(url), RedisUnavailable, "ssl_check_hostname")
+        url = f"rediss://localhost:{port}"
+        with open_server(RedisOptions(f"{url}?ssl_ca_certs={authority.ca}")) as server:
+            (group,) = summarise(server, b"", everything=True, verify=True).groups
+            assert (group.chunks, group.damaged) == (1, 0)
+            diagnosis = diagnose(server, b"", Need(), bandwidth=True)
+        assert diagnosis.facts[0].read_bytes_per_s
+        (finding,) = [finding for finding in diagnosis.findings if finding.topic == "TLS"]
+        assert (finding.severity, finding.seen) == (Severity.OK, "on")
+        refused(RedisOptions(url), RedisUnavailable, "ssl_ca_certs")
+        # A CA that is named is trusted instead of the system's, not beside them.
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority.ca))
+        with open_server(RedisOptions(f"{url}?ssl_check_hostname=true")):
+            pass
+        other = Authority(tmp_path / "other").ca
+        refused(RedisOptions(f"{url}?ssl_ca_certs={other}"), RedisUnavailable, "ssl_ca_certs")
 
 
 def test_addresses_that_a_cluster_announces(tmp_path: Path) -> None:

@@ -15,9 +15,7 @@ from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.sources import config_from
 from tests import forks
-from tests.acl import PASSWORD, documented_url
 from tests.servers import RedisServer
-from tests.topologies import running_cluster
 
 pytestmark = pytest.mark.servers
 
@@ -94,21 +92,6 @@ def test_the_server_is_asked_only_if_that_is_wanted(tmp_path: Path) -> None:
     status, out, err = check("agent", "--redis-url", "unix:///nowhere.sock", "--connect")
     assert (status, out) == (1, "")
     assert "nowhere.sock" in err
-
-
-def test_a_cluster_is_asked_as_agents_ask_it(tmp_path: Path) -> None:
-    """With the rights that the page grants them."""
-    password = {"LMCACHE_REDIS_PASSWORD": PASSWORD}
-    with running_cluster(tmp_path) as cluster:
-        for node in cluster.nodes:
-            documented_url(node, "agent", "+cluster|slots", "+cluster|info", "+asking")
-        words = ("agent", "--redis-url", cluster.url, "--redis-username", "agent", "--connect")
-        assert check(*words, **password)[0] == 0
-        status, _, err = check(*words, LMCACHE_REDIS_PASSWORD="wr0ng")
-        assert (status, "refuses the user or the password" in err) == (1, True)
-        cluster.nodes[2].kill()
-        status, _, err = check(*words, **password)
-        assert (status, f"{cluster.nodes[2].port}, which refuses connections" in err) == (1, True)
 
 
 def test_a_disk_path_that_this_user_may_not_look_into(
