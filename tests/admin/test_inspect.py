@@ -245,8 +245,13 @@ def test_a_summary_verified(server: PrimaryServers, client: Any) -> None:
         Cached(number).put(client)
     client.setrange(Cached(1).keys[2], HEADER_BYTES, b"damaged")
     client.set(Cached(2).keys[1], "foreign")
-    summary = summarise(server, b"", everything=True, verify=True)
+    said: list[tuple[str, int, int]] = []
+    summary = summarise(
+        server, b"", everything=True, verify=True, progress=lambda *step: said.append(step)
+    )
     assert [group.damaged for group in summary.groups] == [2]
+    assert said[0] == ("keys scanned", 9, 9)
+    assert said[-3:] == [("chunks verified", number, 3) for number in (1, 2, 3)]
 
 
 def test_a_summary_of_packed_chunks(server: PrimaryServers, client: Any) -> None:

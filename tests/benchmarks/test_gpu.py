@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.engine import Engine, EngineFailed, Shape
 from benchmarks.gpu import kernels, launches, run, transfers
+from benchmarks.gpu.counted import SHAPES, count
 from benchmarks.gpu.reference import ReferenceCopies
 from benchmarks.gpu.rows import (
     DECODE,
@@ -191,3 +192,17 @@ class TestRun:
         monkeypatch.setattr(kernels, "measure", fail)
         with pytest.raises(EngineFailed):
             run.measure(self.OPTIONS, CPU, 64 * MIB, said.append)
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_what_batches_save(scatter: bool) -> None:
+    """Calls of the driver that a chunk takes, counted without one."""
+    shape = SHAPES[0]
+    single, batched = (count(shape, 1, batches=each, scatter=scatter) for each in (False, True))
+    copy = "cuMemcpyHtoDAsync_v2" if scatter else "cuMemcpyDtoHAsync_v2"
+    # A copy for each page, and one more where a stripe ends within one.
+    stripes = -(-(32 << 20) // ((1 << 20) - 4096))
+    assert single[copy] >= 512
+    assert single[copy] <= 512 + stripes
+    assert batched[copy] == 0
+    assert single.total() - single[copy] == batched.total() - batched["cuMemcpyBatchAsync"]

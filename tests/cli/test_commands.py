@@ -266,3 +266,30 @@ def test_the_command_line_is_quick_to_import() -> None:
     code = f"import sys, lmcache_redis.cli.app; print(*sorted({slow} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == ""
+
+
+OPEN = "redis://cache:6379/2"
+SECRET = "redis://:pw@cache:6379"
+
+
+@pytest.mark.parametrize("url", [SECRET, "redis+sentinel://h/m?sentinel_password=pw"])
+def test_a_url_with_a_password_becomes_a_variable(url: str) -> None:
+    for words in (["--redis-url", url], [f"--redis-url={url}"]):
+        given = ["-m", "lmcache_redis.cli", "agent", *words, "--ttl-s", "5"]
+        kept, found = starting.without_secrets(given)
+        assert kept == ["-m", "lmcache_redis.cli", "agent", "--ttl-s", "5"]
+        assert found == {"LMCACHE_REDIS_URL": url}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["agent"],
+        ["agent", "--redis-url", OPEN, "--ttl-s", "5"],
+        ["agent", f"--redis-url={OPEN}"],
+        ["agent", "--redis-url"],
+        ["inspect", SECRET],
+    ],
+)
+def test_other_words_stay_as_they_are(words: list[str]) -> None:
+    assert starting.without_secrets(words) == (words, {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `lmcache-redis agent`: one for each setting, and what they say to the config."""
+"""Settings of the agent as options, variables and lines of a file, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from lmcache_redis.agent import main as agent_main
 from lmcache_redis.cli.app import app
+from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions, check_url
@@ -73,7 +74,7 @@ WRITTEN: dict[str, tuple[str, object]] = {
 }
 TEXTS = {
     "endpoint": "ipc:///run/test/agent.sock",
-    "redis_url": "redis://cache:6379/2",
+    "redis_url": "rediss://cache:6379/2?ssl_ca_certs=/etc/ca.pem#1",
     "redis_username": "someone",
     "redis_password_file": "/run/secrets/password",
     "redis_credential_provider": "cloud.tokens:Provider",
@@ -121,9 +122,8 @@ def test_every_setting_has_its_variable(started: list[AgentConfig]) -> None:
 def test_every_setting_has_its_line(started: list[AgentConfig], tmp_path: Path) -> None:
     path = tmp_path / "agent.conf"
     lines = [f"{option_name(name)[2:]} = {value} # why" for name, value in VALUES.items()]
-    path.write_text(
-        "\n".join([*lines, "ttl-refresh = true", "expose-requests = true"]), encoding="utf-8"
-    )
+    lines += ["", "  # A comment", "  ttl-refresh=true", "expose-requests = true"]
+    path.write_text("\n".join(lines), encoding="utf-8")
     assert run("--config", str(path)) == 0
     assert run(env={"LMCACHE_REDIS_CONFIG": str(path)}) == 0
     assert started == [MEANT, MEANT]
@@ -247,3 +247,105 @@ def test_an_unreadable_password_file_is_refused(
     monkeypatch.setenv(f"{PASSWORD}_FILE", str(path))
     with pytest.raises(ConfigError, match=f"the password file {path} (cannot be read|is not)"):
         check_url(options_of_tools())
+
+
+# ------------------------------------------------------------------- files
+
+
+def config_of(path: Path, text: str, **options: Any) -> AgentConfig:
+    path.write_text(text, encoding="utf-8")
+    return config_from(AgentConfig, {**options, "config": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("log-level\n", "line 1 of .*: write NAME = VALUE"),
+        (
+            "\nlog_level = info\n",
+            "line 2 of .*: there is no setting 'log_level': did you mean log",
+        ),
+        ("redis-password = secret\n", "there is no setting 'redis-password'"),
+        (
+            "ttl-s = 1\nset-connections = 2\n",
+            "line 2 of .*: 'set-connections' is no setting any more: set connections$",
+        ),
+        (
+            "record-size = 1GiB\n",
+            "line 1 of .*: 'record-size' is no setting any more: remove the line$",
+        ),
+        ("config = other\n", "there is no setting 'config'"),
+        ("[agent]\n", "write NAME = VALUE"),
+        ("ttl-s = 1\nttl-s = 2\n", "line 2 of .*: ttl-s is set twice"),
+        ("op-timeout-s = soon\n", "'soon' is not a number"),
+        ("ttl-refresh = yes\n", "'yes' is not true or false"),
+    ],
+)
+def test_what_a_file_may_not_say(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as raised:
+        config_of(tmp_path / "f", text)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_toml_file_is_toml(tmp_path: Path) -> None:
+    """Sizes as text or bytes; quoted names; what only looks like a comment in lines."""
+    text = """
+        #:schema ./agent.schema.json
+        redis-url = "rediss://cache:6379/2?ssl_ca_certs=/etc/ca.pem #1"
+        key-prefix = 'ours:ä:'
+        "chunk-size-tokens" = 512
+        pool-bytes = "2GiB"
+        slot-bytes = 65_536
+        op-timeout-s = 3
+        ttl-s = 60
+        ttl-refresh = true
+        log-level = "warning"  # or debug
+    """
+    assert config_of(tmp_path / "agent.toml", text, log_level="info") == AgentConfig(
+        redis_url="rediss://cache:6379/2?ssl_ca_certs=/etc/ca.pem #1",
+        key_prefix="ours:ä:".encode(),
+        chunk_size_tokens=512,
+        pool_bytes=2 << 30,
+        slot_bytes=65_536,
+        op_timeout_s=3,
+        ttl_s=60,
+        ttl_refresh=True,
+        log_level="info",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("log-level = debug\n", r"--config .*toml is no TOML: Invalid value \(at line 1"),
+        ("ttl-s = 1\nttl-s = 2\n", r"is no TOML: .*line 2"),
+        ("\nlog_level = 'info'\n", "line 2 of .*toml: there is no setting 'log_level': did you"),
+        ("[agent]\nttl-s = 1\n", "line 1 of .*: there is no setting 'agent'"),
+        ("redis-password = 'secret'\n", "there is no setting 'redis-password'"),
+        ("ttl-s = 1.5\n", "line 1 of .*: ttl-s is 1.5: set it to a whole number"),
+        ("ttl-s = true\n", "line 1 of .*: ttl-s is True: set it to between"),
+        ("ttl-refresh = 'yes'\n", "line 1 of .*: ttl-refresh: 'yes' is not true or false"),
+        ("ttl-refresh = 1\n", "line 1 of .*: ttl-refresh is 1: write true or false"),
+        ("pool-bytes = [1]\n", r"line 1 of .*: pool-bytes is \[1\]: set it to between"),
+        ("#\n'pool-bytes' = 1\n", "line 2 of .*: pool-bytes is 1: set it to between"),
+        ("redis-url = 1979-05-27\n", "line 1 of .*: redis-url is .*1979.*: write text"),
+    ],
+)
+def test_what_a_toml_file_may_not_say(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as raised:
+        config_of(tmp_path / "agent.toml", text)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff = 1"])
+def test_what_is_no_file(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "f").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"--config .* cannot be read .*: name another file"):
+        config_from(AgentConfig, {"config": str(tmp_path / "f")})
+
+
+def test_a_gateway_takes_one_too(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("listen = lm://127.0.0.1:7\nmax-connections = 3\n")
+    config = config_from(GatewayConfig, {"config": str(tmp_path / "f")})
+    assert (config.listen, config.max_connections) == ("lm://127.0.0.1:7", 3)

@@ -60,17 +60,17 @@ def vllm_and_exporter() -> Iterator[str]:
 
 @pytest.mark.servers
 def test_every_panel_has_data(
-    tmp_path: Path, redis_server: RedisServer, vllm_and_exporter: str
+    tmp_path: Path, own_server: RedisServer, vllm_and_exporter: str
 ) -> None:
     ports = [free_port() for _ in range(2)]
     targets = [f"127.0.0.1:{port}" for port in ports]
     prompts = [block_hashes(f"prompt {n}", 16) for n in range(3)]
     with (
         AgentServer(
-            tmp_path / "with-disk", redis_server.unix_url,
+            tmp_path / "with-disk", own_server.unix_url,
             metrics=targets[0], disk_path=tmp_path / "disk", disk_size=64 << 20, pool_bytes=1 << 20,
         ) as with_disk,
-        AgentServer(tmp_path / "other", redis_server.unix_url, metrics=targets[1]) as other,
+        AgentServer(tmp_path / "other", own_server.unix_url, metrics=targets[1]) as other,
         Engine(with_disk.endpoint) as writer,
         Engine(other.endpoint) as reader,
         Prometheus(

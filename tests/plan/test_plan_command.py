@@ -35,15 +35,6 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_one_command_makes_a_trace_and_plans_it(tmp_path: Path) -> None:
-    text = run("--example", tmp_path / "t.jsonl", "--example-requests", 200)
-    assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 200
-    assert "t.jsonl: 200 requests" in text
-    assert "hit rate" in text
-    assert re.search(r"What nets the most: .* GiB of host pool.* a hit rate of \d+\.\d%", text)
-    assert "prefill: 10,000 tokens a second" in text
-
-
 def test_rows_have_each_size_with_each(trace: Path) -> None:
     document = json.loads(
         run(
