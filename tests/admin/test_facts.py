@@ -46,21 +46,15 @@ def test_all_of_a_real_server(own_server: RedisServer) -> None:
     assert not facts.has_password
 
 
-def test_an_append_only_file_and_tcp(own_server: RedisServer) -> None:
-    own_server.config_set("appendonly", "yes")
-    facts = seen(RedisOptions(own_server.url))
-    assert (facts.transport, facts.local) == (Transport.TCP, True)
-    assert facts.append_only is True
-
-
 def test_without_config_info_has_to_do(own_server: RedisServer) -> None:
     """As with managed services."""
     own_server.config_set("maxmemory", "100mb")
     own_server.config_set("maxmemory-policy", "volatile-lru")
+    own_server.config_set("appendonly", "yes")
     facts = seen(user_of(own_server, "+@all", "-config"))
-    assert facts.has_password
+    assert (facts.transport, facts.local, facts.has_password) == (Transport.TCP, True, True)
     assert (facts.maxmemory_bytes, facts.policy) == (100 << 20, "volatile-lru")
-    assert facts.append_only is False
+    assert facts.append_only is True
     assert facts.save is None
     assert facts.io_threads is None
     assert facts.normal_buffer is None

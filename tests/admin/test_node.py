@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `doctor` finds on a node: rules, and the facts of real processes."""
+"""What `doctor` finds on a node: rules, and the facts of processes and of GPUs.
+
+GPUs are those that the driver of the tests shows.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +17,27 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.admin.node import NodeFacts, Process, judge_node, read_process, shm_of
-from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Severity
+from lmcache_redis.admin import node
+from lmcache_redis.admin.node import (
+    ADVICE,
+    GpuFacts,
+    NodeFacts,
+    Process,
+    VisibleGpu,
+    judge_gpus,
+    judge_node,
+    look_at_gpus,
+    read_process,
+    shm_of,
+    uses_mps,
+)
+from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Finding, Severity, advised
 from lmcache_redis.chunks.cutting import stripe_payload_bytes
 from lmcache_redis.chunks.frame import ChunkFrame, describe_header
 from lmcache_redis.chunks.names import opaque_pages
-from tests.harness import wait_until
+from lmcache_redis.device import driver
+from tests import cuda_driver
+from tests.servers import wait_until
 
 GIB = 1 << 30
 AGENT = Process(10, 1000, "p")
@@ -120,12 +139,16 @@ HIDDEN = replace(ENGINE, pid_namespace=None)
     ],
 )  # fmt: skip
 def test_findings(facts: NodeFacts, severity: Severity, topic: str, seen: str) -> None:
-    first, *others = judge_node(facts)
+    assert_finding(judge_node(facts), severity, topic, seen)
+
+
+def assert_finding(found: Iterable[Finding], severity: Severity, topic: str, seen: str) -> None:
+    first, *others = found
     assert (first.severity, first.topic) == (severity, topic)
     assert seen in first.seen
     assert first.why
     assert first.change
-    assert {finding.severity for finding in others} <= {OK}
+    assert {each.severity for each in others} <= {OK}
 
 
 def test_what_is_fine() -> None:
@@ -172,3 +195,131 @@ def test_processes_are_read() -> None:
     assert other.pid_namespace != ours.pid_namespace
     assert shm == (1 << 20, 1 << 20), "what the engine sees, not this process"
     assert read_process(parent.pid) is None
+
+
+# ------------------------------------------------------------------- GPUs
+
+MIB = 1 << 20
+H100 = VisibleGpu("b0c5", "NVIDIA H100 80GB HBM3", 0)
+WELL_GPUS = GpuFacts("", 12080, (H100,), {10: False, 20: False})
+POOL: Mapping[str, Any] = {
+    "slots": 64, "slot_bytes": MIB, "locked_bytes": 64 * MIB, "lock_failure": "",
+}  # fmt: skip
+
+
+def pooled(**changed: Any) -> Mapping[str, Any]:
+    return {"pool": {**POOL, **changed}}
+
+
+def with_gpu(**changed: Any) -> GpuFacts:
+    return replace(WELL_GPUS, gpus=(replace(H100, **changed),))
+
+
+def of_gpus(facts: GpuFacts | None, report: Mapping[str, Any]) -> list[Finding]:
+    return advised(judge_gpus(facts, report), ADVICE)
+
+
+def test_gpus_as_they_should_be() -> None:
+    found = [*judge_gpus(WELL_GPUS, pooled())]
+    assert {each.severity for each in found} == {OK}
+    assert [each.topic for each in found] == ["GPU driver", "GPUs", "pinned pool"]
+    assert [*judge_gpus(None, {})] == [], "no GPU node"
+    small = [*judge_gpus(replace(WELL_GPUS, kernel=(6, 12)), pooled())][-1]
+    assert (small.severity, small.topic) == (OK, "pinned pool")
+    assert "kernel 6.12 pins 2 GiB at once" in small.seen
+    both = [*judge_gpus(replace(WELL_GPUS, mps_clients={10: True, 20: True}), pooled())]
+    assert (OK, "MPS") in [(each.severity, each.topic) for each in both]
+
+
+@pytest.mark.parametrize(
+    ("facts", "severity", "topic", "seen"),
+    [
+        (GpuFacts("there is no NVIDIA driver here"), CRITICAL, "GPU driver", "no NVIDIA driver"),
+        (replace(WELL_GPUS, cuda_version=11080), CRITICAL, "GPU driver", "serves CUDA 11.8"),
+        (replace(WELL_GPUS, gpus=()), WARNING, "GPUs", "none is visible here"),
+        (with_gpu(compute_mode=3), CRITICAL, "compute mode", "b0c5 is exclusive"),
+        (with_gpu(compute_mode=2), CRITICAL, "compute mode", "b0c5 is prohibited"),
+        (with_gpu(name="NVIDIA H100 MIG 1g.10gb"), HINT, "MIG", "an instance of a GPU"),
+        (
+            replace(WELL_GPUS, mps_clients={10: True, 20: False}),
+            CRITICAL, "MPS", "clients of MPS: process 10; not: process 20",
+        ),
+    ],
+)  # fmt: skip
+def test_gpu_findings(facts: GpuFacts, severity: Severity, topic: str, seen: str) -> None:
+    assert_finding(of_gpus(facts, pooled()), severity, topic, seen)
+
+
+def test_a_pool_that_is_not_pinned_says_why() -> None:
+    failed = pooled(locked_bytes=2 * MIB, lock_failure="CUDA error 2")
+    seen = "2 MiB of 64 MiB: CUDA error 2"
+    assert_finding(of_gpus(WELL_GPUS, failed), WARNING, "pinned pool", seen)
+
+
+# ------------------------------------------------------------------- the facts
+
+
+@pytest.fixture
+def stub() -> Iterator[None]:
+    if (reason := cuda_driver.missing()) is not None:
+        pytest.skip(reason)
+    cuda_driver.load()
+    cuda_driver.reset()
+    yield
+    cuda_driver.reset()
+
+
+@pytest.mark.usefixtures("stub")
+def test_facts_of_the_driver() -> None:
+    cuda_driver.set("driver_version", 12040)
+    cuda_driver.set("compute_mode", 3)
+    found = look_at_gpus([os.getpid()])
+    assert found is not None
+    assert (found.problem, found.cuda_version) == ("", 12040)
+    (seen,) = found.gpus
+    assert seen.compute_mode == 3
+    assert len(seen.uuid) == 36
+    assert found.mps_clients == {os.getpid(): False}
+    assert found.kernel >= (3, 0)
+    assert cuda_driver.counts() == {}, "doctor takes nothing of a GPU"
+    topics = {each.topic for each in judge_gpus(found, pooled()) if each.severity is CRITICAL}
+    assert topics == {"compute mode"}
+
+
+@pytest.mark.usefixtures("stub")
+def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It may be installed on a node that has none, where nothing is wrong."""
+    cuda_driver.fail("cuInit", 100, times=0)
+    monkeypatch.setattr(node, "_CONTROL", tmp_path / "nvidiactl")
+    assert look_at_gpus([]) is None
+    (tmp_path / "nvidiactl").touch()
+    found = look_at_gpus([])
+    assert found is not None
+    assert "no GPU is visible" in found.problem
+
+
+@pytest.mark.usefixtures("stub")
+def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, before = threading.Event(), threading.active_count()
+    monkeypatch.setattr(node, "_DRIVER_DEADLINE_S", 0.05)
+    monkeypatch.setattr(driver, "driver_version", lambda: answer.wait(10))
+    found = look_at_gpus([])
+    answer.set()
+    wait_until(lambda: threading.active_count() <= before, "the end of its thread")
+    assert found is not None
+    assert "has not answered" in found.problem
+
+
+@pytest.mark.servers
+def test_clients_of_mps_are_told_by_their_directory(tmp_path: Path) -> None:
+    served = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    with subprocess.Popen(["sleep", "60"], env=served) as client:
+        try:
+            assert uses_mps(client.pid) is False, "nothing serves there"
+            (tmp_path / "control").touch()
+            # A process that has just started has no environment yet.
+            wait_until(lambda: uses_mps(client.pid), "a client of MPS")
+            assert uses_mps(os.getpid()) is False
+        finally:
+            client.kill()
+    assert uses_mps(client.pid) is None

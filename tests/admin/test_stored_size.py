@@ -22,7 +22,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 @pytest.mark.servers
-@pytest.mark.parametrize("ratio", [1.0, *sorted({*EXPECTED_RATIO.values()})])
+@pytest.mark.parametrize("ratio", [1.0, min(EXPECTED_RATIO.values()), max(EXPECTED_RATIO.values())])
 @pytest.mark.parametrize("part_bytes", [700 * KIB, MIB, 4 * MIB, 4_590_000, 32 * MIB])
 def test_the_memory_of_a_part(
     redis_server: RedisServer, client: Any, part_bytes: int, ratio: float

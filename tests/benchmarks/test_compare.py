@@ -226,7 +226,6 @@ def test_the_plot_is_a_png_whatever_was_left_out(tmp_path: Path) -> None:
         (
             ROWS,
             [row for row in ROWS if row.client == "ours"],
-            [row for row in ROWS if row.op != "scan"],
             SCANS,
             LOADS,
         )

@@ -75,7 +75,6 @@ def test_good_settings_are_shown_and_nothing_is_touched(tmp_path: Path) -> None:
         ("agent --disk-path /etc/passwd", "--disk-path /etc/passwd cannot be used: "),
         ("agent --redis-url redis://x --redis-password-file no", "the password file no cannot be"),
         ("agent --endpoint ipc:///tmp/agent.sock", "/tmp: run `chmod 700 /tmp`|others can enter"),
-        ("agent --redis-url redis://x --ttl-refresh", "--ttl-refresh needs a --ttl-s"),
         ("gateway --tls-cert no.pem", "--tls-cert no.pem cannot be used (No such file or"),
     ],
 )
