@@ -19,13 +19,14 @@ from lmcache_redis.admin.doctor import (
     probe_keys,
 )
 from lmcache_redis.admin.facts import Facts, Need
-from lmcache_redis.admin.report import diagnosis_lines
+from lmcache_redis.admin.report import as_json, diagnosis_lines
 from lmcache_redis.admin.rules import Severity, judge
 from lmcache_redis.admin.server import Primary, PrimaryServers, open_server
 from lmcache_redis.admin.sizes.sizing import SizeOptions, size_model
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisFull, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
+from lmcache_redis.resp.net.endpoint import Transport
 from tests.acl import PASSWORD, documented_url
 from tests.admin.cache import Cached, everything
 from tests.servers import RedisServer
@@ -205,3 +206,18 @@ def test_the_need_of_what_is_packed(own_server: RedisServer) -> None:
     assert need.kv_bytes_per_token == chunks[0].chunk_bytes // 256
     assert need.loaded_per_token == pytest.approx((4 * 1000 + 100) / 256, rel=1e-2)
     assert need.memory_per_token < 0.7 * need.kv_bytes_per_token
+
+
+def test_a_diagnosis_has_every_fact() -> None:
+    facts = (Facts(where="a", transport=Transport.TLS, version=(7, 2)),)
+    report = as_json(Diagnosis(facts, findings_of(facts)))
+    assert " ".join(report) == "exit_status findings facts rights node"
+    assert " ".join(report["findings"][0]) == "severity topic seen why change where"
+    assert report["findings"][0]["severity"] == "critical"
+    (seen,) = report["facts"]
+    assert set(seen) == set(Facts.__dataclass_fields__)
+    assert (seen["transport"], seen["version"]) == ("rediss", [7, 2])
+    assert " ".join(seen["need"]) == (
+        "kv_bytes_per_token prefill_tokens_per_s prompt_tokens memory_per_token loaded_per_token "
+        "of is_known"
+    )

@@ -84,20 +84,6 @@ def test_a_row_says_how_its_client_was_set(case: Case, expected: dict[str, Any])
     assert {name: row[name] for name in expected} == expected
 
 
-def test_cases_are_told_apart_and_keep_their_order() -> None:
-    made = Samples()
-    cases = [
-        Case("ceiling", Setting(1, how=how), op, MIB, 1)
-        for how in ("socket", "memcpy")
-        for op in ("load", "overwrite")
-    ]
-    for case in 2 * cases:
-        made.add(case, Measured(1.0, 1.0))
-    assert [(row.how, row.op, row.rounds) for row in made.rows()] == [
-        (case.setting.how, case.op, 2) for case in cases
-    ]
-
-
 def test_sizes_in_words() -> None:
     assert [size_text(n) for n in (256 << 10, MIB, 32 * MIB)] == ["256 KiB", "1 MiB", "32 MiB"]
 

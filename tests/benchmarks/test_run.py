@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,12 @@ from tests.servers import RedisServer, free_port
 KIB = 1 << 10
 ANYWHERE = "redis://127.0.0.1:6379"
 ROUNDS = 2
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis"), unix=False) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -14,16 +14,10 @@ from lmcache_redis.cli.checked import _check_disk
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.sources import config_from
-from tests import forks
+from tests.cli.test_admin import one_sentence, run
 from tests.servers import RedisServer
 
 pytestmark = pytest.mark.servers
-
-
-def check(*words: str, **environment: str) -> tuple[int, str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("LMCACHE_REDIS_")}
-    done = forks.run([*words, "--check"], {**kept, **environment}, 30)
-    return done.returncode, done.stdout, done.stderr
 
 
 def test_good_settings_are_shown_and_nothing_is_touched(tmp_path: Path) -> None:
@@ -38,8 +32,9 @@ def test_good_settings_are_shown_and_nothing_is_touched(tmp_path: Path) -> None:
             "LMCACHE_REDIS_POOL_BYTE": "1",
             "LMCACHE_REDIS_METRICS_PORT": "tcp://10.0.0.1:9464",  # of a Kubernetes service
         }
-        status, out, err = check(*words, **variables)
-        assert (status, "secret" in out) == (0, False)
+        done = run(*words, "--check", **variables)
+        out, err = done.stdout, done.stderr
+        assert (done.returncode, "secret" in out) == (0, False)
         assert f"pool-bytes = 64MiB  # line 1 of {path}: pool-bytes\n" in out
         assert "ttl-s = 60  # LMCACHE_REDIS_TTL_S\n" in out
         (line,) = err.splitlines()
@@ -51,13 +46,9 @@ def test_good_settings_are_shown_and_nothing_is_touched(tmp_path: Path) -> None:
         config = config_from(AgentConfig, {"config": str(copy)})
         assert (config.pool_bytes, config.ttl_s) == (64 << 20, 60)
 
-        status, out, _ = check(*words, "--json", **variables)
-        found = json.loads(out)
-        assert {
-            "name": "pool-bytes",
-            "value": "64MiB",
-            "from": f"line 1 of {path}: pool-bytes",
-        } in (found["settings"])
+        found = json.loads(run(*words, "--check", "--json", **variables).stdout)
+        shown = {"name": "pool-bytes", "value": "64MiB", "from": f"line 1 of {path}: pool-bytes"}
+        assert shown in found["settings"]
         assert len(found["warnings"]) == 1
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -79,18 +70,15 @@ def test_good_settings_are_shown_and_nothing_is_touched(tmp_path: Path) -> None:
     ],
 )
 def test_what_has_to_change_is_one_sentence(words: str, sentence: str) -> None:
-    status, out, err = check(*words.split())
-    assert (status, out) == (2, "")
-    (line,) = err.splitlines()
+    line = one_sentence(run(*words.split(), "--check"), 2)
     assert any(each in line for each in sentence.split("|")), line
 
 
 def test_the_server_is_asked_only_if_that_is_wanted(tmp_path: Path) -> None:
+    words = ("agent", "--check", "--connect", "--redis-url")
     with RedisServer(tmp_path) as server:
-        assert check("agent", "--redis-url", server.unix_url, "--connect")[0] == 0
-    status, out, err = check("agent", "--redis-url", "unix:///nowhere.sock", "--connect")
-    assert (status, out) == (1, "")
-    assert "nowhere.sock" in err
+        assert run(*words, server.unix_url).returncode == 0
+    assert "nowhere.sock" in one_sentence(run(*words, "unix:///nowhere.sock"), 1)
 
 
 def test_a_disk_path_that_this_user_may_not_look_into(
@@ -108,6 +96,6 @@ def test_a_disk_path_that_this_user_may_not_look_into(
 
 
 def test_more_memory_than_there_is_is_a_warning() -> None:
-    status, _, err = check("agent", "--pool-bytes", "1PiB")
-    assert status == 0
-    assert "--pool-bytes is 1PiB, but this process may use" in err
+    done = run("agent", "--check", "--pool-bytes", "1PiB")
+    assert done.returncode == 0
+    assert "--pool-bytes is 1PiB, but this process may use" in done.stderr

@@ -19,15 +19,9 @@ from lmcache_redis.cli import starting
 from lmcache_redis.cli.app import app
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.metrics import COUNTERS
-from tests import forks
+from tests.cli.test_admin import TIMEOUT_S, one_sentence, run
 from tests.harness import Engine, StartedAgent, block_hashes, wait_until
 from tests.servers import RedisServer
-
-TIMEOUT_S = 30.0
-
-
-def run(*words: str, **changed: str) -> subprocess.CompletedProcess[str]:
-    return forks.run(words, {**os.environ, "COLUMNS": "150", **changed}, TIMEOUT_S)
 
 
 def run_module(*words: str, **changed: str) -> subprocess.CompletedProcess[str]:
@@ -39,14 +33,6 @@ def run_module(*words: str, **changed: str) -> subprocess.CompletedProcess[str]:
         timeout=TIMEOUT_S,
         env={**os.environ, **changed},
     )
-
-
-def one_sentence(done: subprocess.CompletedProcess[str]) -> str:
-    """What a failed command says: a single line on stderr, nothing else anywhere."""
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("lmcache-redis: ")
-    return line
 
 
 @pytest.fixture(scope="module")
@@ -201,10 +187,8 @@ def test_what_is_distrusted_is_shown_and_trusted_again(embedded: StartedAgent) -
 def test_no_agent_is_one_sentence(command: str, tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/nobody.sock"
     done = run(command, "--endpoint", endpoint, "--timeout-s", "0.2")
-    assert done.returncode == 1
-    assert f"no agent answers at {endpoint}: start one with `lmcache-redis agent`" in one_sentence(
-        done
-    )
+    said = one_sentence(done, 1)
+    assert f"no agent answers at {endpoint}: start one with `lmcache-redis agent`" in said
 
 
 @pytest.mark.parametrize("words", [[], ["--endpoint", "tcp://127.0.0.1:7000"]])
