@@ -230,10 +230,10 @@ def test_doctor_takes_the_model_of_the_engine(tmp_path: Path) -> None:
 
 def test_doctor_sees_young_chunks_evicted(tmp_path: Path) -> None:
     """The limit is too small for chunks that are seconds old."""
-    settings = ("--maxmemory", "20mb", "--maxmemory-policy", "allkeys-lru", "--save", "")
+    settings = ("--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru", "--save", "")
     with RedisServer(tmp_path, args=settings) as server, server.client() as client:
         with client.pipeline(transaction=False) as many:
-            for number in range(1000):
+            for number in range(400):
                 Cached(number, stripe_count=7).put(many)
             many.execute()
         assert client.info("stats")["evicted_keys"] > 0

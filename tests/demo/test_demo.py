@@ -163,11 +163,11 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
 def test_too_much_work_is_refused_with_one_sentence(tmp_path: Path) -> None:
     words = ["--output-dir", tmp_path, "--prompts", "500", "--prompt-tokens", "7500"]
     # 500 prompts of 175 MB each, or more.
-    if _memory_bytes() > 100 << 30:
+    if os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") > 100 << 30:
         pytest.skip("this machine has the memory for it")
     done = subprocess.run(
         [sys.executable, "-m", "demo", *words],
-        cwd=Path(__file__).parent.parent.parent,
+        cwd=ROOT,
         capture_output=True,
         text=True,
     )
@@ -187,7 +187,3 @@ def _processes_that_mention(text: str) -> list[str]:
             if text in command:
                 found.append(command)
     return found
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -12,7 +12,6 @@ import pytest
 
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.errors import ConfigError, FormatError
-from lmcache_redis.plan import records
 from lmcache_redis.plan.reading import read_trace
 from lmcache_redis.plan.traces import Trace
 
@@ -174,12 +173,6 @@ def test_blocks_of_one_token_are_blocks(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, lines: list[Any], says: str) -> None:
     with pytest.raises(FormatError, match=says):
         read(tmp_path, *lines)
-
-
-def test_chunks_of_a_line_are_whole_names() -> None:
-    assert records.names_of(A + B) == [A, B]
-    with pytest.raises(ValueError, match="no multiple of 16"):
-        records.names_of(A + "b")
 
 
 def test_a_file_that_is_not_there_is_a_wrong_setting(tmp_path: Path) -> None:
