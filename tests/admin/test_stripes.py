@@ -38,8 +38,8 @@ from tests.admin.cache import PAYLOAD_BYTES, Cached, age
 CHUNK = Cached(3)
 
 
-def judged(value: bytes, chunk: Cached = CHUNK, index: int = 0) -> Any:
-    return judge(chunk.name, index, len(value), value[:HEADER_BYTES])
+def judged(value: bytes) -> Any:
+    return judge(CHUNK.name, 0, len(value), value[:HEADER_BYTES])
 
 
 def flipped(value: bytes, at: int) -> bytes:
