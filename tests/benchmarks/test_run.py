@@ -169,9 +169,7 @@ def test_the_command_writes_rows_and_a_plot(tmp_path: Path) -> None:
     assert set(document) == {"machine", "rows"}
     loads = [row for row in document["rows"] if row["op"] == "load"]
     assert [row["connections"] for row in loads] == [1, 2]
-    wanted = ("client", "op", "value_bytes", "items", "connections", "checksum", "gb_per_s")
     for row in document["rows"]:
-        assert {*wanted, "ms", "rounds", "cpu_s_per_gb"} <= set(row)
         assert set(row) == set(Row.__dataclass_fields__)
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 

@@ -197,9 +197,6 @@ def test_doctor_with_a_model(tmp_path: Path) -> None:
         assert "fewer than 10 prompts" in longer.stdout
         both = run("doctor", *at, "--model", model, "--kv-bytes-per-token", "1")
         assert "give one of them" in one_sentence(both, 2)
-        assert "'unheard_of'" in one_sentence(
-            run("doctor", *at, "--model", write(tmp_path / "new", {"model_type": "unheard_of"})), 2
-        )
 
 
 def test_doctor_takes_the_model_of_the_engine(tmp_path: Path) -> None:
