@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent and an engine as the chart runs them: its user, rights, directories and settings.
+"""What the chart runs, run here: an agent with an engine, and Valkey.
 
-Not in a cluster: in namespaces of their own, of which they share that of processes and nothing
-else but a directory. Needs root, to make these.
+An agent and an engine have its user, rights, directories and settings. They are not in a cluster:
+in namespaces of their own, of which they share that of processes and nothing else but a directory.
+Needs root, to make these.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import redis
 
 from tests.deploy import chart
+from tests.deploy.chart import Document
 from tests.deploy.images import ROOT, USER, WHERE
-from tests.servers import RedisServer
+from tests.resp.certificates import Authority
+from tests.servers import RedisServer, free_port, server_binaries, speaks_tls
 
 pytest.importorskip("helm_python", reason="needs helm-python-sdk, which has a wheel for x86-64")
 pytestmark = pytest.mark.servers
@@ -30,7 +35,8 @@ NAMESPACES = ("unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child", 
 CONTAINER = (
     "unshare --mount --ipc bash -c 'mount -t tmpfs -o mode=1777 tmpfs /dev/shm; exec \"$@\"' -"
 )
-PASSWORD = "a password"
+PASSWORD = "a password with $ and '"
+VALKEY = "lmcache-redis-valkey"
 WAIT_S = 120
 
 ENGINE = """
@@ -130,3 +136,77 @@ def test_agent_and_engine_meet(mode: str, tmp_path: Path) -> None:
     assert json.loads(done.stdout) == {
         "tokens": 128, "failed": [], "equal": True, "user": USER, "rights": ["0" * 16],
     }  # fmt: skip
+
+
+# ------------------------------------------------------------------- Valkey
+
+
+def redis_cli(with_tls: bool) -> str:
+    """A program in the place of valkey-cli, or a skip."""
+    for each in ("/usr/bin/redis-cli", shutil.which("redis-cli"), shutil.which("valkey-cli")):
+        if each is not None and Path(each).exists():
+            said = subprocess.run([each, "--help"], capture_output=True, text=True)
+            if not with_tls or "--tls" in said.stdout + said.stderr:
+                return each
+    pytest.skip("needs a redis-cli, with TLS for the one test")
+
+
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "TLS"])
+def test_valkey_starts_as_the_chart_says(tmp_path: Path, with_tls: bool) -> None:
+    """It wants the password, and evicts. What its clients are told fits."""
+    server = server_binaries()["valkey"]
+    if server is None or (with_tls and not speaks_tls(server)):
+        pytest.skip("needs a valkey-server, with TLS for the one test")
+    program, port = redis_cli(with_tls), free_port()
+    values: Document = {"valkey": {"tlsSecretName": "tls"}} if with_tls else {}
+    text = chart.render(values)
+    container = chart.containers(chart.pods(text)["valkey"])["valkey"]
+    for name in ("settings", "auth", "run", "tls"):
+        (tmp_path / name).mkdir()
+    if with_tls:
+        authority = Authority(tmp_path / "ca")
+        certificate, key = authority.issue("server", VALKEY)
+        for path, name in ((certificate, "tls.crt"), (key, "tls.key"), (authority.ca, "ca.crt")):
+            shutil.copy(path, tmp_path / "tls" / name)
+
+    def here(word: str) -> str:
+        for mount in container["volumeMounts"]:
+            word = word.replace(f"{mount['mountPath']}/", f"{tmp_path}/{mount['name']}/")
+        return word.replace("valkey-cli", f"{program} -p {port}").replace("6379", str(port))
+
+    conf = here(chart.find(text, "ConfigMap", "-valkey")["data"]["valkey.conf"])
+    if not with_tls:
+        conf += f"\nport {port}"
+    (tmp_path / "settings" / "valkey.conf").write_text(f"{conf}\nbind 127.0.0.1\ndir {tmp_path}\n")
+    (tmp_path / "auth" / "password").write_text(PASSWORD)
+    words = [here(word) for word in (*container["command"], *container["args"])]
+    path = f"{Path(server).parent}:{os.environ['PATH']}"
+    with subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, env={**os.environ, "PATH": path}
+    ) as process:
+        try:
+            probe = [here(word) for word in container["readinessProbe"]["exec"]["command"]]
+            deadline_s = time.monotonic() + 30
+            while (done := subprocess.run(probe, capture_output=True, text=True)).returncode:
+                assert process.poll() is None
+                assert time.monotonic() < deadline_s, done.stderr
+                time.sleep(0.05)
+            assert Path(f"/proc/{process.pid}/comm").read_text().startswith("valkey"), "no shell"
+            assert "password" not in Path(f"/proc/{process.pid}/cmdline").read_text()
+            settings: str = chart.find(text, "ConfigMap", "-agent")["data"]["agent.conf"]
+            url = settings.split("redis-url = ")[1]
+            url = url.splitlines()[0].replace(f"{VALKEY}:6379", f"127.0.0.1:{port}")
+            assert url.startswith("rediss://") == with_tls
+            if with_tls:
+                ca = "/run/secrets/redis/valkey-ca.crt"
+                assert ca in url
+                url = url.replace(ca, str(authority.ca)) + "&ssl_check_hostname=false"
+            with redis.Redis.from_url(url) as stranger, pytest.raises(redis.AuthenticationError):
+                stranger.ping()
+            with redis.Redis.from_url(url, password=PASSWORD) as client:
+                assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "allkeys-lru"
+                assert client.config_get("maxmemory")["maxmemory"] == str(16 << 30)
+                with pytest.raises(redis.ResponseError, match="unknown command"):
+                    client.flushall()
+        finally:
+            process.terminate()
