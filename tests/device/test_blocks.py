@@ -392,7 +392,7 @@ class TestTensors:
         states: Any = [torch.zeros(7, 8)] * 2
         with pytest.raises(DeviceError, match="registered no KV cache tensors"):
             view_tensors({})
-        with pytest.raises(DeviceError, match="'state' is a list, not one tensor"):
+        with pytest.raises(DeviceError, match=r"'state' is a list, not one tensor.*Mamba"):
             view_tensors({"k": torch.zeros(7, 8), "state": states})
         with pytest.raises(DeviceError, match="KV cache 'k': "):
             view_tensors({"k": torch.zeros(7, 8, dtype=torch.complex64)})
