@@ -7,6 +7,7 @@ import contextlib
 import mmap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -141,10 +142,14 @@ def viewed(engine: GpuExporter) -> Iterator[tuple[View, Host]]:
         cuda_driver.reset()
 
 
+def changed(handle: CudaHandle, **changes: Any) -> CudaHandle:
+    return msgspec.structs.replace(handle, **changes)
+
+
 def range_of(engine: GpuExporter, size_bytes: int, begin: int = 0) -> CudaHandle:
     """The handle of a part of the engine's memory."""
     offset_bytes = engine.memory.offset_bytes + begin
-    return msgspec.structs.replace(engine.memory, offset_bytes=offset_bytes, size_bytes=size_bytes)
+    return changed(engine.memory, offset_bytes=offset_bytes, size_bytes=size_bytes)
 
 
 def opened(

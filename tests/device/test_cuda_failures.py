@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from lmcache_redis.device import cuda, driver
 from lmcache_redis.device.cuda import CudaDevice
@@ -20,6 +20,7 @@ from tests.device.gpu_calls import (
     NEEDS_DRIVER,
     Host,
     View,
+    changed,
     opened,
     plain,
     range_of,
@@ -327,10 +328,8 @@ class TestTwoGpus:
             cuda_driver.reset()
 
     def test_storages_of_two_are_refused(self, engine: GpuExporter) -> None:
-        layout = msgspec.structs.replace(
-            LAYOUT,
-            segments=(LAYOUT.segments[0], msgspec.structs.replace(LAYOUT.segments[0], storage=1)),
-        )
+        first, second = LAYOUT.segments[0], replace(LAYOUT.segments[0], storage=1)
+        layout = replace(LAYOUT, segments=(first, second))
         handle = range_of(engine, PAGE * BLOCKS)
         cuda_driver.reset()
         for changes, said in (
@@ -338,6 +337,4 @@ class TestTwoGpus:
             ({"pid": 1}, "different processes"),
         ):
             with pytest.raises(DeviceError, match=said):
-                CudaDevice(
-                    [layout], [handle, msgspec.structs.replace(handle, **changes)], unpinned_gpus()
-                )
+                CudaDevice([layout], [handle, changed(handle, **changes)], unpinned_gpus())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -21,6 +20,7 @@ from tests.cuda_driver import more
 from tests.device.gpu_calls import (
     Host,
     View,
+    changed,
     check_both_directions,
     check_several_workers,
     opened,
@@ -130,9 +130,7 @@ def test_several_workers_at_once(
 def test_a_claim_beyond_the_allocation_is_refused(engine: GpuExporter) -> None:
     if not isinstance(engine.memory, CudaIPCHandle):
         pytest.skip("pieces are mapped by their size")
-    claimed = msgspec.structs.replace(
-        engine.memory, allocation_bytes=engine.size_bytes + (64 << 20)
-    )
+    claimed = changed(engine.memory, allocation_bytes=engine.size_bytes + (64 << 20))
     with pytest.raises(DeviceError, match="of GPU memory, which has"):
         CudaDevice([plain(2048, 8, 1)], [claimed], unpinned_gpus())
 
