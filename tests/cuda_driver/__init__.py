@@ -6,7 +6,7 @@ A test of this process:
     tests.cuda_driver.load()                    # `lmcache_redis.device.driver` finds the library
     tests.cuda_driver.set("delay_us", 500)
     tests.cuda_driver.fail("cuMemAlloc_v2", 2)
-    tests.cuda_driver.unload()                  # as if the machine had no driver
+    tests.cuda_driver.reset()                   # as if this process had not used it
 
 and of others:
 
@@ -20,7 +20,6 @@ function "cuMemAlloc_v2.called", ".takes_us", ".hang" and, for `fail`, ".code", 
 
 from __future__ import annotations
 
-import _ctypes
 import atexit
 import contextlib
 import ctypes
@@ -92,21 +91,6 @@ def _run(words: list[str]) -> None:
 def load() -> ctypes.CDLL:
     """The library in this process, where whoever loads ``libcuda.so.1`` then gets it."""
     return ctypes.CDLL(str(build() / NAME), mode=ctypes.RTLD_GLOBAL)
-
-
-def unload() -> None:
-    """Take the library out of this process, whose memory of GPUs and pinned memory is gone then."""
-    if not load.cache_info().currsize:
-        return
-    load().stubReset()  # No thread runs in it any more.
-    driver._library.cache_clear()
-    load.cache_clear()
-    # Each CDLL holds it once, and none gives it back.
-    with contextlib.suppress(OSError):
-        while True:
-            handle = _ctypes.dlopen(NAME, os.RTLD_NOLOAD | os.RTLD_NOW)
-            _ctypes.dlclose(handle)
-            _ctypes.dlclose(handle)
 
 
 def reset() -> None:

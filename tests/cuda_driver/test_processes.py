@@ -48,17 +48,6 @@ def test_memory_of_another_process_is_mapped(peer: Peer) -> None:
         driver.allocation_of(here)
 
 
-def test_a_second_opening_counts(peer: Peer) -> None:
-    _, handle = exported(peer)
-    here = driver.open_memory(handle)
-    assert driver.open_memory(handle) == here
-    driver.close_memory(here)
-    assert driver.allocation_of(here).size_bytes == SIZE
-    driver.close_memory(here)
-    assert cuda_driver.counts() == {"contexts": 1}
-    assert driver.open_memory(handle), "and it can be opened again"
-
-
 def test_a_handle_is_for_other_processes(peer: Peer) -> None:
     _, handle = exported(peer)
     with pytest.raises(PeerError, match="error 201 "):

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from lmcache_redis.device.blocks import find_segments, view_tensors
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.device.table import SegmentTable, Storage, pack_ids
-from tests.device.layouts import Paged, paged
+from tests.device.layouts import BLANK, Paged, paged
 
 GUARD_BYTES = 64
-GUARD, BLANK = 0xC3, 0xA5
+GUARD = 0xC3
 BLOCKS, HEADS, TOKENS, WIDTH, LAYERS = 6, 2, 4, 8, 3  # of `caches`
 KINDS = (
     "k and v apart",
@@ -139,14 +139,7 @@ def check_gather(make: Make, move: Move, device: str = "cpu") -> None:
     want = bytearray([BLANK]) * size
     for number, (ids, skip) in enumerate(zip(move.chunks, move.skips, strict=True)):
         at = number * move.stride
-        for s in case.layout.segments:
-            for place, block in enumerate(ids):
-                page = s.offset + block * s.block_stride
-                if place >= skip:
-                    want[at : at + s.page_bytes] = bytes(
-                        case.storages[s.storage][page : page + s.page_bytes]
-                    )
-                at += s.page_bytes
+        want[at : at + move.chunk_bytes] = case.chunk(ids, skip)
     assert bytes_of(around) == expected(around, staging, bytes(want))
     for (outer, inner), content in zip(storages, case.storages, strict=True):
         assert bytes_of(outer) == expected(outer, inner, content.tobytes())
