@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -388,9 +387,3 @@ class TestTensors:
         assert len(view_tensors({"b": part(64), "a": part(0)})[1]) == 2
         with pytest.raises(DeviceError, match="cover the same memory"):
             view_tensors({"b": part(63), "a": part(0)})
-
-
-def test_the_reference_knows_addresses() -> None:
-    view = cache([7, 4], offset=6)
-    assert addresses(view).shape == (7, 4, ITEM)
-    assert sorted(addresses(view).flat) == list(range(6, 6 + math.prod(view.shape) * ITEM))

@@ -8,7 +8,7 @@ import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.native.madvise import address_of
-from tests.device.layouts import Call, Paged, check_call, empty_slots, filled_slots, one
+from tests.device.layouts import BLANK, Call, Paged, check_call, empty_slots, filled_slots, one
 
 BLOCKS, HEADS, TOKENS, WIDTH, LAYERS = 12, 2, 4, 16, 3
 KINDS = ["one storage", "k and v apart"]
@@ -214,6 +214,33 @@ class TestRoundTrip:
         assert all(paged.chunk([block]) == chunks[block] for block in range(BLOCKS))
 
 
+BOTH = ("gather", "scatter")
+
+
+def blank_slot(own: Own) -> memoryview:
+    """For one block."""
+    return memoryview(bytearray([BLANK]) * own[1].block_bytes)
+
+
+def check_refused(
+    own: Own,
+    call: CopyCall,
+    why: str | None = None,
+    kinds: Sequence[str] = BOTH,
+    error: type[Exception] | tuple[type[Exception], ...] = DeviceError,
+) -> None:
+    """Neither the engine's memory nor the first slot has changed then."""
+    caches, layout, handles = own
+    device = CpuDevice([layout], handles)
+    before = bytes_of(caches)
+    for kind in kinds:
+        with pytest.raises(error, match=why):
+            getattr(device, kind)(call)
+    device.close()
+    assert bytes_of(caches) == before
+    assert set(call.chunks[0].slots[0]) == {BLANK}
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         ("change", "reason"),
@@ -272,70 +299,32 @@ class TestRefused:
         ],
     )
     def test_bounds_touch_nothing(self, own: Own, ids: list[int], skip: int, slots: int) -> None:
-        caches, layout, handles = own
-        device = CpuDevice([layout], handles)
-        before = bytes_of(caches)
-        chunk = [memoryview(bytearray(layout.block_bytes)) for _ in range(slots)]
-        with pytest.raises(DeviceError):
-            device.scatter(one(ids, chunk, skip))
-        if not skip:
-            with pytest.raises(DeviceError):
-                device.gather(one(ids, chunk))
-        device.close()
-        assert bytes_of(caches) == before
-        assert all(bytes(slot) == bytes(layout.block_bytes) for slot in chunk)
+        call = one(ids, [blank_slot(own) for _ in range(slots)], skip)
+        check_refused(own, call, kinds=["scatter"] if skip else BOTH)
 
     def test_a_short_slot_touches_nothing(self, own: Own) -> None:
-        caches, layout, handles = own
-        device = CpuDevice([layout], handles)
-        before = bytes_of(caches)
-        slots = empty_slots(2 * layout.block_bytes, layout.block_bytes)
-        slots[1] = slots[1][:-1]
-        for copy in (device.gather, device.scatter):
-            with pytest.raises(DeviceError, match="cannot fill"):
-                copy(one([0, 1], slots))
-        device.close()
-        assert bytes_of(caches) == before
-        assert set(slots[0]) == {0xA5}
+        slots = [blank_slot(own), blank_slot(own)[:-1]]
+        check_refused(own, one([0, 1], slots), "cannot fill")
 
     @pytest.mark.parametrize("bad", ["read-only", "reversed", "released"])
     def test_a_later_slot_that_cannot_be_used_touches_nothing(self, own: Own, bad: str) -> None:
-        caches, layout, handles = own
-        device = CpuDevice([layout], handles)
-        before = bytes_of(caches)
-        first, second = (memoryview(bytearray(b"\xa5" * layout.block_bytes)) for _ in range(2))
+        first, second = blank_slot(own), blank_slot(own)
         if bad == "released":
             second.release()
         else:
             second = second.toreadonly() if bad == "read-only" else second[::-1]
         call = CopyCall([ChunkCopy([0], [first]), ChunkCopy([1], [second])])
-        for copy in (device.gather, device.scatter):
-            with pytest.raises((DeviceError, ValueError)):
-                copy(call)
-        device.close()
-        assert bytes_of(caches) == before
-        assert set(first) == {0xA5}
+        check_refused(own, call, error=(DeviceError, ValueError))
 
     def test_a_signal(self, own: Own) -> None:
-        _, layout, handles = own
-        device = CpuDevice([layout], handles)
-        slots = empty_slots(layout.block_bytes, STRIPE)
-        for copy in (device.gather, device.scatter):
-            with pytest.raises(DeviceError, match="signal of a GPU"):
-                copy(one([0], slots, after=1))
-        device.close()
+        check_refused(own, one([0], [blank_slot(own)], after=1), "signal of a GPU")
 
     def test_blocks_that_the_engine_has_back(self, own: Own) -> None:
-        caches, layout, handles = own
+        _, layout, handles = own
+        slots, now_ns = [blank_slot(own)], time.monotonic_ns()
+        check_refused(own, one([0], slots, until_ns=now_ns - 1), "lease on the blocks")
         device = CpuDevice([layout], handles)
-        before = bytes_of(caches)
-        slots = empty_slots(layout.block_bytes, STRIPE)
-        for copy in (device.gather, device.scatter):
-            with pytest.raises(DeviceError, match="lease on the blocks"):
-                copy(one([0], slots, until_ns=time.monotonic_ns() - 1))
-        assert bytes_of(caches) == before
-        assert set(slots[0]) == {0xA5}
-        for until_ns in (time.monotonic_ns() + 10**10, 2**64 - 1):  # what a message can say
+        for until_ns in (now_ns + 10**10, 2**64 - 1):  # what a message can say
             device.gather(one([0], slots, until_ns=until_ns))
         device.close()
 
