@@ -6,7 +6,7 @@ A test of this process:
     tests.cuda_driver.load()                    # `lmcache_redis.device.driver` finds the library
     tests.cuda_driver.set("delay_us", 500)
     tests.cuda_driver.fail("cuMemAlloc_v2", 2)
-    tests.cuda_driver.unload()                  # as if the machine had no driver
+    tests.cuda_driver.reset()                   # as if this process had not used it
 
 and of others:
 
@@ -20,7 +20,6 @@ function "cuMemAlloc_v2.called", ".takes_us", ".hang" and, for `fail`, ".code", 
 
 from __future__ import annotations
 
-import _ctypes
 import atexit
 import contextlib
 import ctypes
@@ -94,21 +93,6 @@ def load() -> ctypes.CDLL:
     return ctypes.CDLL(str(build() / NAME), mode=ctypes.RTLD_GLOBAL)
 
 
-def unload() -> None:
-    """Take the library out of this process, whose memory of GPUs and pinned memory is gone then."""
-    if not load.cache_info().currsize:
-        return
-    load().stubReset()  # No thread runs in it any more.
-    driver._library.cache_clear()
-    load.cache_clear()
-    # Each CDLL holds it once, and none gives it back.
-    with contextlib.suppress(OSError):
-        while True:
-            handle = _ctypes.dlopen(NAME, os.RTLD_NOLOAD | os.RTLD_NOW)
-            _ctypes.dlclose(handle)
-            _ctypes.dlclose(handle)
-
-
 def reset() -> None:
     """As if this process had not used the driver. Settings are the defaults."""
     load().stubReset()
@@ -122,12 +106,11 @@ def reset() -> None:
 def environment(*, batch: bool = True, **settings: int | str) -> dict[str, str]:
     """Variables of a process that uses the library. Each call makes a new table of settings.
 
-    settings: those of `stub.h`, and ``uuids`` and ``names`` of GPUs.
+    settings: those of `stub.h`, and ``uuids`` of GPUs.
     """
     variables = {"LD_LIBRARY_PATH": str(build(batch=batch))}
-    for name in ("uuids", "names"):
-        if name in settings:
-            variables[f"CUDA_STUB_{name.upper()}"] = str(settings.pop(name))
+    if "uuids" in settings:
+        variables["CUDA_STUB_UUIDS"] = str(settings.pop("uuids"))
     handle, path = tempfile.mkstemp(prefix="lmcache-redis-cuda-control-")
     atexit.register(_remove, path, os.getpid())
     with os.fdopen(handle, "wb") as file:
@@ -169,44 +152,6 @@ def counts(environment: Mapping[str, str] | None = None) -> dict[str, int]:
     """What a process has (allocations, pinned, opened and so on), without what it has none of."""
     found = {name: get(name, environment) for name in _names("COUNTS")}
     return {name: value for name, value in found.items() if value}
-
-
-def ptx(*names: str, version: str = "8.0", target: str = "sm_80", parameters: int = 7) -> bytes:
-    """Of kernels that do nothing, with the head that the library reads."""
-    head = f".version {version}\n.target {target}\n.address_size 64\n"
-    entries = [
-        f".visible .entry {name}(\n"
-        + ",\n".join(f"\t.param .u64 {name}_param_{number}" for number in range(parameters))
-        + "\n)\n.reqntid 128\n{\n\tret;\n}\n"
-        for name in names
-    ]
-    return "".join([head, *entries]).encode()
-
-
-def map_pieces(count: int, *, handles: int = BY_DESCRIPTOR, device: int = 0) -> int:
-    """The address of memory of `cuMemCreate` that is mapped in pieces of 2 MiB, as torch's
-    expandable segments are. The handles of the pieces are released.
-
-    handles: how it may be exported: `BY_DESCRIPTOR`, `BY_FABRIC`, or 0.
-    """
-    library, size = load(), PIECE_BYTES * count
-    address, handle = ctypes.c_uint64(), ctypes.c_uint64()
-
-    def call(name: str, *arguments: object) -> None:
-        code = getattr(library, name)(*arguments)
-        assert code == 0, f"{name}: {code}"
-
-    wide = ctypes.c_uint64
-    call("cuMemAddressReserve", ctypes.byref(address), wide(size), wide(0), wide(0), wide(0))
-    for number in range(count):
-        properties = struct.pack("IIIiQQ", 1, handles, 1, device, 0, 0)
-        call("cuMemCreate", ctypes.byref(handle), wide(PIECE_BYTES), properties, wide(0))
-        here = wide(address.value + number * PIECE_BYTES)
-        call("cuMemMap", here, wide(PIECE_BYTES), wide(0), handle, wide(0))
-        call("cuMemRelease", handle)
-    access = struct.pack("IiI", 1, device, 3)
-    call("cuMemSetAccess", address, wide(size), access, wide(1))
-    return address.value
 
 
 def _remove(path: str, owner: int) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ctypes
-import time
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -46,8 +46,14 @@ def refused(code: int) -> pytest.RaisesExc[CudaError]:
     return pytest.raises(CudaError, match=rf"error {code} ")
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.001)
+def in_thread(do: Callable[[], object]) -> threading.Thread:
+    """Begins it in a thread that has the context of the first GPU."""
+    context = driver.retain_context(0)
+
+    def run() -> None:
+        driver.set_context(context)
+        do()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread

@@ -16,9 +16,9 @@ def _own_driver() -> Iterator[None]:
     """The library, which no test has called before."""
     if why := cuda_driver.missing():
         pytest.skip(why)
-    cuda_driver.load()
+    cuda_driver.reset()
     yield
-    cuda_driver.unload()
+    cuda_driver.reset()
 
 
 @pytest.fixture

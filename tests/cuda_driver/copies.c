@@ -14,12 +14,6 @@ typedef struct {
     char *taken; /* The source's bytes, if they were read early. */
 } Copy;
 
-/* What a copy between two places is, beside one with the GPU. */
-static bool has_pageable(const Copy *copy)
-{
-    return copy->to_place == OF_PAGEABLE || copy->from_place == OF_PAGEABLE;
-}
-
 /* Where a range is. Of nothing, after a refusal, if it lies only in part in one memory. */
 static Place place_of(Address address, size_t size, bool to_write)
 {
@@ -145,25 +139,21 @@ static uint64_t enqueue(Stream *stream, Copy *copies, size_t count)
 
 /* Pageable memory is staged: a destination is complete on return. Of a source, the bytes are read
  * before the return, and the GPU's memory is written then or later. */
-static Result submit(Stream *stream, Copy *copies, size_t count, bool synchronous)
+static Result submit(Stream *stream, Copy *copy)
 {
-    for (size_t i = 0; i < count; i++) {
-        if (copies[i].to_place == OF_PAGEABLE) {
-            synchronous = true;
-        }
-        if (copies[i].from_place == OF_PAGEABLE) {
-            if (!synchronous && stub_any(100) < (uint64_t)SETTING(pageable_waits)) {
-                synchronous = true;
-            } else {
-                take(&copies[i]);
-            }
+    bool waits = copy->to_place == OF_PAGEABLE;
+    if (copy->from_place == OF_PAGEABLE) {
+        if (stub_any(100) < (uint64_t)SETTING(pageable_waits)) {
+            waits = true;
+        } else {
+            take(copy);
         }
     }
-    const uint64_t place = enqueue(stream, copies, count);
-    return synchronous ? stub_wait(stream, place) : OK;
+    const uint64_t place = enqueue(stream, copy, 1);
+    return waits ? stub_wait(stream, place) : OK;
 }
 
-static Result copy_one(void *handle, Copy copy, bool from_gpu, bool to_gpu, bool synchronous)
+static Result copy_one(void *handle, Copy copy, bool to_gpu)
 {
     Stream *stream = stub_stream(handle);
     if (stream == NULL) {
@@ -173,13 +163,13 @@ static Result copy_one(void *handle, Copy copy, bool from_gpu, bool to_gpu, bool
     if (result) {
         return result;
     }
-    if ((copy.from_place == OF_GPU) != from_gpu || (copy.to_place == OF_GPU) != to_gpu) {
+    if ((copy.to_place == OF_GPU) != to_gpu || (copy.from_place == OF_GPU) == to_gpu) {
         return stub_refuse(INVALID_VALUE, "an address of the host for one of the GPU, or the other "
             "way round: %#lx to %#lx", copy.from, copy.to);
     }
     Copy *copies = malloc(sizeof *copies);
     *copies = copy;
-    return submit(stream, copies, 1, synchronous);
+    return submit(stream, copies);
 }
 
 /* From pageable memory it returns when the source has been read: the destination is written in the
@@ -194,38 +184,26 @@ EXPORT Result cuMemcpyHtoD_v2(Address to, const void *from, size_t size)
         return result ? result : stub_refuse(INVALID_VALUE, "no copy from host to GPU");
     }
     Copy *copies = malloc(sizeof *copies);
-    if (has_pageable(&copy)) {
+    if (copy.from_place == OF_PAGEABLE) {
         take(&copy);
     }
     *copies = copy;
     const uint64_t place = enqueue(stream, copies, 1);
-    return has_pageable(&copy) ? OK : stub_wait(stream, place);
-}
-
-EXPORT Result cuMemcpyDtoH_v2(void *to, Address from, size_t size)
-{
-    ENTER(cuMemcpyDtoH_v2);
-    return copy_one(NULL, (Copy){.to = (Address)to, .from = from, .size = size}, true, false, true);
+    return copy.from_place == OF_PAGEABLE ? OK : stub_wait(stream, place);
 }
 
 EXPORT Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t size, void *stream)
 {
     ENTER(cuMemcpyHtoDAsync_v2);
     const Copy copy = {.to = to, .from = (Address)from, .size = size};
-    return copy_one(stream, copy, false, true, false);
+    return copy_one(stream, copy, true);
 }
 
 EXPORT Result cuMemcpyDtoHAsync_v2(void *to, Address from, size_t size, void *stream)
 {
     ENTER(cuMemcpyDtoHAsync_v2);
     const Copy copy = {.to = (Address)to, .from = from, .size = size};
-    return copy_one(stream, copy, true, false, false);
-}
-
-EXPORT Result cuMemcpyDtoDAsync_v2(Address to, Address from, size_t size, void *stream)
-{
-    ENTER(cuMemcpyDtoDAsync_v2);
-    return copy_one(stream, (Copy){.to = to, .from = from, .size = size}, true, true, false);
+    return copy_one(stream, copy, false);
 }
 
 typedef struct {
@@ -237,7 +215,7 @@ typedef struct {
     unsigned flags;
 } Attributes;
 
-enum { ORDER_STREAM = 1, ORDER_DURING_CALL = 2, ORDER_ANY = 3 };
+#define ORDER_STREAM 1
 
 #ifndef WITHOUT_BATCH
 static int by_destination(const void *one, const void *other)
@@ -272,16 +250,6 @@ static bool are_independent(Copy *copies, size_t count)
     return true;
 }
 
-/* A batch that a test has asked not to end. */
-static void run_late(Stream *stream, Operation *operation)
-{
-    (void)operation;
-    while (SETTING(batch_hangs) && !stub_has_ended(stream) && !stub_lost()) {
-        stub_nap(1000);
-    }
-    run_copies(stream, operation);
-}
-
 /* CUDA faults on the GPU then (error 700) where attribute 91 is 0. */
 static bool needs_device_address(Address address)
 {
@@ -302,24 +270,16 @@ EXPORT Result cuMemcpyBatchAsync(const Address *to, const Address *from, const s
     if (stream == NULL || stub_is_legacy(stream)) {
         return stub_refuse(INVALID_VALUE, "no stream, or the default one");
     }
-    if (!count || !attribute_count || attribute_count > count || firsts[0]) {
-        return stub_refuse(INVALID_VALUE, "%lu copies with %lu attributes", count, attribute_count);
+    if (!count || attribute_count != 1 || *firsts || attributes->order != ORDER_STREAM ||
+        attributes->flags) {
+        return stub_refuse(INVALID_VALUE, "%lu copies with %lu attributes: the stub knows one, of "
+            "the stream's order, for all copies", count, attribute_count);
     }
-    for (size_t i = 0; i < attribute_count; i++) {
-        if (attributes[i].order < ORDER_STREAM || attributes[i].order > ORDER_ANY ||
-            attributes[i].flags & ~1u || firsts[i] >= count || (i && firsts[i] <= firsts[i - 1])) {
-            return stub_refuse(INVALID_VALUE, "attributes %lu: order %u, flags %#x, from copy %lu",
-                i, attributes[i].order, attributes[i].flags, firsts[i]);
-        }
-    }
-    const bool too_many = SETTING(batch_most) && count > (size_t)SETTING(batch_most);
-    if (too_many && !SETTING(batch_hangs)) {
+    if (SETTING(batch_most) && count > (size_t)SETTING(batch_most)) {
         return INVALID_VALUE;
     }
     Copy *copies = calloc(count, sizeof *copies);
-    size_t which = 0;
     for (size_t i = 0; i < count; i++) {
-        which += which + 1 < attribute_count && firsts[which + 1] == i;
         copies[i] = (Copy){.to = to[i], .from = from[i], .size = sizes[i]};
         Result result = check(&copies[i]);
         if (!result && (needs_device_address(to[i]) || needs_device_address(from[i]))) {
@@ -328,55 +288,15 @@ EXPORT Result cuMemcpyBatchAsync(const Address *to, const Address *from, const s
         }
         if (result) {
             *failed = i;
-            end_copies(&(Operation){.data = copies, .numbers = {i}});
+            free(copies);
             return result;
-        }
-        const unsigned order = attributes[which].order;
-        if (order == ORDER_DURING_CALL || (order == ORDER_ANY && stub_any(2))) {
-            take(&copies[i]);
         }
     }
     if (!are_independent(copies, count)) {
-        end_copies(&(Operation){.data = copies, .numbers = {count}});
+        free(copies);
         return stub_refuse(INVALID_VALUE, "copies of a batch depend on each other");
     }
-    stub_enqueue(stream, (Operation){.run = too_many ? run_late : run_copies, .end = end_copies,
-        .data = copies, .numbers = {count}});
+    enqueue(stream, copies, count);
     return OK;
 }
 #endif
-
-static void fill(Stream *stream, Operation *operation)
-{
-    const Address to = operation->numbers[0];
-    const size_t size = operation->numbers[2], piece = 65536;
-    for (size_t at = 0; at < size && !stub_lost(); at += piece) {
-        const size_t here = size - at < piece ? size - at : piece;
-        pthread_rwlock_rdlock(&stub_memory_lock);
-        char *found = stub_reach(to + at, here, true);
-        if (found != NULL) {
-            memset(found, (int)operation->numbers[1], here);
-        }
-        pthread_rwlock_unlock(&stub_memory_lock);
-        if (found == NULL) {
-            stub_lose(ILLEGAL_ADDRESS, "%#lx is gone before it was filled", to);
-        }
-        if (stub_below(stub_stream_random(stream), 8) == 0) {
-            stub_pause(stream);
-        }
-    }
-}
-
-EXPORT Result cuMemsetD8Async(Address to, unsigned char value, size_t size, void *handle)
-{
-    ENTER(cuMemsetD8Async);
-    Stream *stream = stub_stream(handle);
-    if (stream == NULL) {
-        return INVALID_HANDLE;
-    }
-    if (!size || place_of(to, size, true) != OF_GPU) {
-        return INVALID_VALUE;
-    }
-    stub_enqueue(stream, (Operation){.run = fill, .numbers = {to, value, size}});
-    return OK;
-}

@@ -6,15 +6,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 typedef struct {
     uint8_t uuid[16];
-    char name[64];
     bool is_instance; /* Of MIG. */
-    int claim;        /* The socket that shows other processes that this one has the GPU, or -1. */
 } Device;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -49,12 +45,12 @@ int stub_device_of(const uint8_t uuid[16])
     return -1;
 }
 
-/* How many digits were read: 32 for a whole UUID. */
-static int read_uuid(const char *text, uint8_t uuid[16])
+/* Of "GPU-" or "MIG-" and 32 digits, with more hyphens or without. */
+static bool read_uuid(const char *text, uint8_t uuid[16])
 {
     int digits = 0;
     memset(uuid, 0, 16);
-    for (; *text && digits < 32; text++) {
+    for (text += strlen(text) < 4 ? strlen(text) : 4; *text && digits < 32; text++) {
         if (*text == '-') {
             continue;
         }
@@ -65,36 +61,28 @@ static int read_uuid(const char *text, uint8_t uuid[16])
         uuid[digits / 2] |= (uint8_t)(value << (digits % 2 ? 0 : 4));
         digits++;
     }
-    return digits;
+    return digits == 32;
 }
 
 static int find_devices(Device found[MAX_DEVICES])
 {
     int count = 0;
     const char *given = getenv("CUDA_STUB_UUIDS");
-    char text[2048];
-    if (given != NULL && *given) {
-        snprintf(text, sizeof text, "%s", given);
-        char *rest = text;
-        for (char *word; count < MAX_DEVICES && (word = strsep(&rest, ",")) != NULL; count++) {
-            found[count].is_instance = strncmp(word, "MIG-", 4) == 0;
-            if (strlen(word) < 4 || read_uuid(word + 4, found[count].uuid) != 32) {
-                fprintf(stderr, "cuda stub: CUDA_STUB_UUIDS: %s is no UUID\n", word);
-                abort();
-            }
-        }
-    } else {
+    if (given == NULL) {
         for (; count < SETTING(devices) && count < MAX_DEVICES; count++) {
             memset(found[count].uuid, 0x11 * (count + 1), 16);
         }
+        return count;
     }
-    const char *names = getenv("CUDA_STUB_NAMES");
-    snprintf(text, sizeof text, "%s", names != NULL ? names : "");
+    char text[2048];
+    snprintf(text, sizeof text, "%s", given);
     char *rest = text;
-    for (int i = 0; i < count; i++) {
-        const char *word = rest != NULL ? strsep(&rest, ",") : NULL;
-        snprintf(found[i].name, sizeof found[i].name, "%s", word && *word ? word : "Stub GPU");
-        found[i].claim = -1;
+    for (char *word; count < MAX_DEVICES && (word = strsep(&rest, ",")) != NULL; count++) {
+        found[count].is_instance = strncmp(word, "MIG-", 4) == 0;
+        if (!read_uuid(word, found[count].uuid)) {
+            fprintf(stderr, "cuda stub: CUDA_STUB_UUIDS: %s is no UUID\n", word);
+            abort();
+        }
     }
     return count;
 }
@@ -107,23 +95,13 @@ static int chosen(const char *word, const Device *found, int count)
     if (end != word && *end == 0) {
         return number >= 0 && number < count ? (int)number : -1;
     }
-    if (strlen(word) <= 4 || (strncmp(word, "GPU-", 4) && strncmp(word, "MIG-", 4))) {
-        return -1;
-    }
     uint8_t uuid[16];
-    const int digits = read_uuid(word + 4, uuid);
-    int match = -1;
-    for (int i = 0; i < count; i++) {
-        const bool same = memcmp(found[i].uuid, uuid, (size_t)digits / 2) == 0 &&
-            (digits % 2 == 0 || found[i].uuid[digits / 2] >> 4 == uuid[digits / 2] >> 4);
-        if (digits && same && found[i].is_instance == (word[0] == 'M')) {
-            if (match >= 0) {
-                return -1;
-            }
-            match = i;
+    for (int i = 0; read_uuid(word, uuid) && i < count; i++) {
+        if (memcmp(found[i].uuid, uuid, sizeof uuid) == 0) {
+            return i;
         }
     }
-    return match;
+    return -1;
 }
 
 static void choose_devices(void)
@@ -140,17 +118,11 @@ static void choose_devices(void)
         char text[2048];
         snprintf(text, sizeof text, "%s", visible);
         char *rest = text;
-        bool taken[MAX_DEVICES] = {false};
-        for (char *word; (word = strsep(&rest, ",")) != NULL;) {
+        for (char *word; device_count < MAX_DEVICES && (word = strsep(&rest, ",")) != NULL;) {
             const int place = chosen(word, found, count);
             if (place < 0) {
                 break; /* Those after a wrong one are invisible. */
             }
-            if (taken[place]) {
-                device_count = 0;
-                break;
-            }
-            taken[place] = true;
             devices[device_count++] = found[place];
         }
     }
@@ -225,7 +197,7 @@ EXPORT Result cuDeviceGetName(char *name, int size, int device)
     if (!stub_is_ordinal(device) || size <= 0) {
         return stub_is_ordinal(device) ? INVALID_VALUE : INVALID_DEVICE;
     }
-    snprintf(name, (size_t)size, "%s", devices[device].name);
+    snprintf(name, (size_t)size, "Stub GPU");
     return OK;
 }
 
@@ -251,17 +223,15 @@ EXPORT Result cuDeviceGetAttribute(int *value, int attribute, int device)
     case 20: /* COMPUTE_MODE */
         *value = (int)SETTING(compute_mode);
         return OK;
-    case 41:  /* UNIFIED_ADDRESSING */
-    case 102: /* VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
     case 103: /* HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED */
     case 110: /* GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */
         *value = 1;
         return OK;
     case 75: /* COMPUTE_CAPABILITY_MAJOR */
-        *value = (int)SETTING(capability) / 10;
+        *value = 9;
         return OK;
     case 76: /* COMPUTE_CAPABILITY_MINOR */
-        *value = (int)SETTING(capability) % 10;
+        *value = 0;
         return OK;
     case 91: /* CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM */
         *value = !SETTING(distinct_pinned);
@@ -277,30 +247,6 @@ EXPORT Result cuDeviceGetAttribute(int *value, int attribute, int device)
     }
 }
 
-/* Whether the compute mode lets this process have a GPU. Others see a socket that is bound. */
-static bool may_use(Device *device)
-{
-    if (SETTING(compute_mode) == 0 || device->claim >= 0) {
-        return true;
-    }
-    if (SETTING(compute_mode) != 3) {
-        return false;
-    }
-    struct sockaddr_un name = {.sun_family = AF_UNIX};
-    int length = snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "cuda-stub-%d-", getuid());
-    for (int i = 0; i < 16; i++) {
-        length += sprintf(name.sun_path + 1 + length, "%02x", device->uuid[i]);
-    }
-    const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    const socklen_t size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)length);
-    if (fd >= 0 && bind(fd, (struct sockaddr *)&name, size) == 0) {
-        device->claim = fd;
-        return true;
-    }
-    close(fd);
-    return false;
-}
-
 EXPORT Result cuDevicePrimaryCtxRetain(Context **context, int device)
 {
     ENTER_WITHOUT_CONTEXT(cuDevicePrimaryCtxRetain);
@@ -309,13 +255,12 @@ EXPORT Result cuDevicePrimaryCtxRetain(Context **context, int device)
         return INVALID_DEVICE;
     }
     pthread_mutex_lock(&lock);
-    const bool may = may_use(&devices[device]);
-    if (may && contexts[device].retained++ == 0) {
+    if (contexts[device].retained++ == 0) {
         COUNT(contexts)++;
     }
     pthread_mutex_unlock(&lock);
     *context = &contexts[device];
-    return may ? OK : DEVICE_UNAVAILABLE;
+    return OK;
 }
 
 EXPORT Result cuDevicePrimaryCtxRelease_v2(int device)
@@ -339,10 +284,6 @@ EXPORT Result cuDevicePrimaryCtxRelease_v2(int device)
         stub_forget_memory(device);
         contexts[device].legacy = NULL;
         COUNT(contexts)--;
-        if (devices[device].claim >= 0) {
-            close(devices[device].claim);
-            devices[device].claim = -1;
-        }
     }
     pthread_mutex_unlock(&lock);
     return OK;
@@ -382,9 +323,6 @@ EXPORT Result cuCtxSynchronize(void)
 void stub_forget_devices(void)
 {
     for (int i = 0; i < device_count; i++) {
-        if (devices[i].claim >= 0) {
-            close(devices[i].claim);
-        }
         contexts[i] = (Context){.device = i};
     }
     device_count = 0;

@@ -34,7 +34,7 @@ _HANDLE_TYPES = {
     "fabric pieces": cuda_driver.BY_FABRIC,
 }
 
-PIECE_BYTES = 2 << 20
+PIECE_BYTES = cuda_driver.PIECE_BYTES
 _ALIGNED = 512
 _BEFORE_BYTES = 1 << 20  # in a segment or in pieces, so that layers lie across pieces
 

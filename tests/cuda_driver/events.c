@@ -80,29 +80,6 @@ EXPORT Result cuEventSynchronize(void *handle)
     return event->stream == NULL ? OK : stub_wait(event->stream, event->place);
 }
 
-static void wait_event(Stream *stream, Operation *operation)
-{
-    (void)stream;
-    while (!stub_has_reached(operation->data, operation->numbers[0]) && !stub_lost()) {
-        stub_nap(50);
-    }
-}
-
-EXPORT Result cuStreamWaitEvent(void *stream_handle, void *handle, unsigned flags)
-{
-    ENTER(cuStreamWaitEvent);
-    const Event *event = event_of(handle);
-    Stream *stream = event != NULL ? stub_stream(stream_handle) : NULL;
-    if (stream == NULL || flags) {
-        return stream == NULL ? INVALID_HANDLE : INVALID_VALUE;
-    }
-    if (event->stream != NULL && event->stream != stream) {
-        stub_enqueue(stream, (Operation){
-            .run = wait_event, .data = event->stream, .numbers = {event->place}});
-    }
-    return OK;
-}
-
 EXPORT Result cuEventDestroy_v2(void *handle)
 {
     ENTER(cuEventDestroy_v2);

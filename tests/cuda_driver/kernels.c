@@ -1,16 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Modules of PTX, and the kernels `gather_W` and `scatter_W`, which move units of W bytes.
  *
- * Of the PTX only the head is read: versions, entries and their parameters. What the kernels do is
- * written here again, from `lmcache_redis/device/table.py`:
+ * Of the PTX only its version and the names of its entries are read. What the kernels do is written
+ * here again, from `lmcache_redis/device/table.py`:
  *
- *     rows, block_ids, staging, n_blocks, staging_stride_bytes, then scratch pointers that are 0
+ *     rows, block_ids, staging, n_blocks, staging_stride_bytes
  *
  * A program moves the tile of one row (of eight numbers) and of one chunk, at most 512 units.
  */
 #include "stub.h"
 
-#include <ctype.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,21 +17,17 @@
 #define UNITS_PER_TILE 512
 #define THREADS 128
 #define PARAMETERS 5
-#define MOST_PARAMETERS 16
 
 typedef struct Function {
-    struct Module *module;
     char name[64];
     bool scatters;
     unsigned width;
-    int parameters;
 } Function;
 
 typedef struct Module {
     Context *context;
     Function functions[16];
     int count;
-    atomic_int pending; /* Launches that have not ended. */
     struct Module *next;
 } Module;
 
@@ -53,55 +48,24 @@ static bool read_name(Function *function)
     return !*rest && width && width <= 16 && (width & (width - 1)) == 0;
 }
 
-/* One entry, from after ".entry"; the text after its parameters, or NULL. */
-static const char *read_entry(const char *at, Function *function)
-{
-    const char *open = strchr(at, '('), *close = open != NULL ? strchr(open, ')') : NULL;
-    if (close == NULL || sscanf(at, " %63[A-Za-z0-9_]", function->name) != 1) {
-        return NULL;
-    }
-    for (at = open; (at = strstr(at, ".param")) != NULL && at < close; function->parameters++) {
-        char type[8];
-        at += strlen(".param");
-        if (sscanf(at, " .%7[a-z0-9]", type) != 1 || strcmp(type + 1, "64") != 0) {
-            return NULL;
-        }
-    }
-    return close;
-}
-
 static Result read_ptx(const char *text, Module *module)
 {
-    int major, minor, architecture;
-    const char *version = strstr(text, ".version"), *target = strstr(text, ".target");
+    int major, minor;
+    const char *version = strstr(text, ".version");
     if (version == NULL || sscanf(version, ".version %d.%d", &major, &minor) != 2) {
         return stub_refuse(INVALID_PTX, "no .version");
     }
     if (major * 10 + minor > SETTING(ptx_version)) {
         return UNSUPPORTED_PTX;
     }
-    char after = 0;
-    if (target == NULL || sscanf(target, ".target sm_%d%c", &architecture, &after) < 1) {
-        return stub_refuse(INVALID_PTX, "no .target");
-    }
-    if (isalpha((unsigned char)after) || architecture > SETTING(capability)) {
-        return NO_BINARY; /* "sm_90a" is for that GPU only. */
-    }
-    if (strstr(text, ".address_size 64") == NULL) {
-        return stub_refuse(INVALID_PTX, "no .address_size 64");
-    }
-    for (const char *at = text; (at = strstr(at, ".entry")) != NULL;) {
+    for (const char *at = text; (at = strstr(at, ".entry")) != NULL; at++) {
         if (module->count == 16) {
             return stub_refuse(INVALID_PTX, "more entries than the stub holds");
         }
         Function *function = &module->functions[module->count++];
-        function->module = module;
-        at = read_entry(at + strlen(".entry"), function);
-        if (at == NULL || function->parameters < PARAMETERS ||
-            function->parameters > MOST_PARAMETERS || !read_name(function)) {
-            return stub_refuse(INVALID_PTX, "entry '%s', %d parameters: the stub knows gather_W "
-                "and scatter_W of %d or more, 64 bits each", function->name, function->parameters,
-                PARAMETERS);
+        if (sscanf(at, ".entry %63[A-Za-z0-9_]", function->name) != 1 || !read_name(function)) {
+            return stub_refuse(INVALID_PTX, "entry '%s': the stub knows gather_W and scatter_W",
+                function->name);
         }
     }
     return module->count ? OK : stub_refuse(INVALID_PTX, "no .entry");
@@ -136,28 +100,6 @@ static Module *module_at(const void *handle)
     return module;
 }
 
-EXPORT Result cuModuleUnload(void *handle)
-{
-    ENTER(cuModuleUnload);
-    pthread_mutex_lock(&lock);
-    Module *module = module_at(handle);
-    const bool pending = module != NULL && module->pending;
-    if (module != NULL && !pending) {
-        Module **at = &modules;
-        while (*at != module) {
-            at = &(*at)->next;
-        }
-        *at = module->next;
-        free(module);
-        COUNT(modules)--;
-    }
-    pthread_mutex_unlock(&lock);
-    if (pending) {
-        return stub_refuse(INVALID_VALUE, "a kernel of the module has not ended");
-    }
-    return module != NULL ? OK : stub_refuse(INVALID_HANDLE, "%p is no module", handle);
-}
-
 EXPORT Result cuModuleGetFunction(Function **found, void *handle, const char *name)
 {
     ENTER(cuModuleGetFunction);
@@ -189,7 +131,7 @@ static char *access_of(Address address, size_t size, size_t alignment, bool to_w
     return found;
 }
 
-enum { ROWS, IDS, STAGING, N_BLOCKS, STRIDE, GRID_X = MOST_PARAMETERS, GRID_Y, WIDTH, SCATTERS };
+enum { ROWS, IDS, STAGING, N_BLOCKS, STRIDE, GRID_X, GRID_Y, WIDTH, SCATTERS };
 
 /* One program. False: the process has lost the GPU. */
 static bool run_program(const uint64_t *numbers, uint64_t tile, uint64_t chunk)
@@ -265,11 +207,6 @@ static void run_kernel(Stream *stream, Operation *operation)
     }
 }
 
-static void end_kernel(Operation *operation)
-{
-    ((Module *)operation->data)->pending--;
-}
-
 EXPORT Result cuLaunchKernel(Function *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
     unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes, void *handle,
     void **parameters, void **extra)
@@ -285,35 +222,26 @@ EXPORT Result cuLaunchKernel(Function *function, unsigned grid_x, unsigned grid_
                               function >= module->functions + module->count)) {
         module = module->next;
     }
-    if (module != NULL) {
-        module->pending++;
-    }
     pthread_mutex_unlock(&lock);
     if (module == NULL) {
         return stub_refuse(INVALID_HANDLE, "%p is no function, or its module is gone",
             (void *)function);
     }
-    Result result = OK;
-    Operation operation = {.run = run_kernel, .end = end_kernel, .data = module};
     if (module->context != stub_context() || stub_stream_context(stream) != module->context) {
-        result = INVALID_HANDLE;
-    } else if (!grid_x || !grid_y || grid_z != 1 || grid_x > INT32_MAX || grid_y > 65535) {
-        result = INVALID_VALUE;
-    } else if (block_x != THREADS || block_y != 1 || block_z != 1 || shared_bytes) {
-        result = stub_refuse(INVALID_VALUE, "%d threads and no shared memory", THREADS);
-    } else if (parameters == NULL || extra != NULL) {
-        result = stub_refuse(INVALID_VALUE, "parameters are given by kernelParams");
-    } else {
-        for (int i = 0; i < function->parameters; i++) {
-            memcpy(&operation.numbers[i], parameters[i], 8);
-            if (i >= PARAMETERS && operation.numbers[i]) {
-                result = stub_refuse(INVALID_VALUE, "parameter %d is scratch, and not 0", i);
-            }
-        }
+        return INVALID_HANDLE;
     }
-    if (result) {
-        module->pending--;
-        return result;
+    if (!grid_x || !grid_y || grid_z != 1 || grid_x > INT32_MAX || grid_y > 65535) {
+        return INVALID_VALUE;
+    }
+    if (block_x != THREADS || block_y != 1 || block_z != 1 || shared_bytes) {
+        return stub_refuse(INVALID_VALUE, "%d threads and no shared memory", THREADS);
+    }
+    if (parameters == NULL || extra != NULL) {
+        return stub_refuse(INVALID_VALUE, "parameters are given by kernelParams");
+    }
+    Operation operation = {.run = run_kernel};
+    for (int i = 0; i < PARAMETERS; i++) {
+        memcpy(&operation.numbers[i], parameters[i], 8);
     }
     operation.numbers[GRID_X] = grid_x;
     operation.numbers[GRID_Y] = grid_y;
@@ -338,3 +266,4 @@ void stub_forget_modules(int device)
     }
     pthread_mutex_unlock(&lock);
 }
+

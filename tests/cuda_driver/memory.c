@@ -8,6 +8,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#define MEMORY_BYTES ((size_t)4 << 30) /* Of each GPU, for each process. */
+
 pthread_rwlock_t stub_memory_lock = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP;
 static Region *regions;
 
@@ -272,7 +274,7 @@ EXPORT Result cuMemAlloc_v2(Address *address, size_t size)
         return INVALID_VALUE;
     }
     const int device = stub_context()->device;
-    if (stub_used(device) + size > (uint64_t)SETTING(memory_mib) << 20) {
+    if (stub_used(device) + size > MEMORY_BYTES) {
         return OUT_OF_MEMORY;
     }
     pthread_rwlock_wrlock(&stub_memory_lock);
@@ -298,7 +300,7 @@ EXPORT Result cuMemFree_v2(Address address)
     if (found == NULL) {
         return stub_refuse(INVALID_VALUE, "%#lx is no allocation of cuMemAlloc", address);
     }
-    const int opener = held.exported && !SETTING(free_exported) ? stub_opener_of(held.fd) : 0;
+    const int opener = held.exported ? stub_opener_of(held.fd) : 0;
     if (opener) {
         return stub_refuse(INVALID_VALUE, "process %d has the allocation open", opener);
     }
@@ -321,7 +323,7 @@ EXPORT Result cuMemFree_v2(Address address)
 EXPORT Result cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
 {
     ENTER(cuMemGetInfo_v2);
-    *total = (size_t)SETTING(memory_mib) << 20;
+    *total = MEMORY_BYTES;
     const size_t used = stub_used(stub_context()->device);
     *free_bytes = used < *total ? *total - used : 0;
     return OK;

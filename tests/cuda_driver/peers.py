@@ -70,12 +70,11 @@ class Peer:
 
 def serve() -> None:
     """What the process runs."""
-    import ctypes
-
+    from benchmarks.gpu.contact.exporter import map_pieces
     from lmcache_redis.device import driver
     from tests.cuda_driver.buffers import bytes_at
 
-    here = {"driver": driver, "cuda_driver": cuda_driver, "bytes_at": bytes_at, "ctypes": ctypes}
+    here = {"driver": driver, "bytes_at": bytes_at, "map_pieces": map_pieces}
     for line in sys.stdin:
         try:
             answer = f"returned {eval(line, here)!r}"

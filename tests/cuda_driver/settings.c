@@ -21,17 +21,11 @@ static const int64_t DEFAULTS[] = {
     SETTINGS(NAME)
 #undef NAME
 };
-static const char *const COUNT_NAMES[] = {
-#define NAME(name) #name,
-    COUNTS(NAME)
-#undef NAME
-};
 static const char *const CALL_NAMES[] = {
 #define NAME(name) #name,
     CALLS(NAME)
 #undef NAME
 };
-static const char *const FIELD_NAMES[] = {"called", "code", "at", "times", "takes_us", "hang"};
 #define LENGTH(array) ((int)(sizeof(array) / sizeof *(array)))
 
 static pthread_once_t table_once = PTHREAD_ONCE_INIT;
@@ -75,55 +69,6 @@ EXPORT _Atomic int64_t *stub_table(void)
     return table;
 }
 
-/* -1: no such name. */
-static int slot_of(const char *name)
-{
-    for (int i = 0; i < LENGTH(SETTING_NAMES); i++) {
-        if (strcmp(name, SETTING_NAMES[i]) == 0) {
-            return i;
-        }
-    }
-    for (int i = 0; i < LENGTH(COUNT_NAMES); i++) {
-        if (strcmp(name, COUNT_NAMES[i]) == 0) {
-            return LENGTH(SETTING_NAMES) + i;
-        }
-    }
-    const char *dot = strchr(name, '.');
-    for (int i = 0; dot != NULL && i < LENGTH(CALL_NAMES); i++) {
-        const size_t length = (size_t)(dot - name);
-        if (strlen(CALL_NAMES[i]) == length && strncmp(name, CALL_NAMES[i], length) == 0) {
-            for (int field = 0; field < LENGTH(FIELD_NAMES); field++) {
-                if (strcmp(dot + 1, FIELD_NAMES[field]) == 0) {
-                    return FIRST_CALL + i * CALL_FIELDS + field;
-                }
-            }
-        }
-    }
-    return -1;
-}
-
-/* A setting of this process, or of those that share its table. 0: there is one of that name.
- * "cuMemAlloc_v2.code" and the like are names too. */
-EXPORT int stubSet(const char *name, int64_t value)
-{
-    const int slot = slot_of(name);
-    if (slot < 0) {
-        return INVALID_VALUE;
-    }
-    stub_table()[slot] = value;
-    return OK;
-}
-
-EXPORT int stubGet(const char *name, int64_t *value)
-{
-    const int slot = slot_of(name);
-    if (slot < 0) {
-        return INVALID_VALUE;
-    }
-    *value = stub_table()[slot];
-    return OK;
-}
-
 /* As if the process had never called the driver: whatever it has is gone, streams end. Settings
  * stay. */
 EXPORT void stubReset(void)
@@ -135,8 +80,8 @@ EXPORT void stubReset(void)
     stub_forget_handles();
     stub_forget_devices();
     stub_forget_loss();
-    for (int i = 0; i < LENGTH(COUNT_NAMES); i++) {
-        stub_table()[LENGTH(SETTING_NAMES) + i] = 0;
+    for (int i = LENGTH(SETTING_NAMES); i < FIRST_CALL; i++) {
+        stub_table()[i] = 0;
     }
 }
 
@@ -155,35 +100,19 @@ Result stub_refuse(Result code, const char *format, ...)
     say(format, arguments);
     va_end(arguments);
     COUNT(refusals)++;
-    if (SETTING(abort)) {
-        abort();
-    }
     return code;
 }
 
 static bool is_sticky(Result code)
 {
-    switch (code) {
-    case 214:
-    case 220:
-    case 226:
-    case 700:
-    case 702:
-    case 709:
-    case 710:
-    case 714:
-    case 715:
-    case 716:
-    case 717:
-    case 718:
-    case 719:
-    case 721:
-    case 810:
-    case 999:
-        return true;
-    default:
-        return false;
+    static const Result STICKY[] = {
+        214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 999};
+    for (int i = 0; i < LENGTH(STICKY); i++) {
+        if (STICKY[i] == code) {
+            return true;
+        }
     }
+    return false;
 }
 
 Result stub_lost(void)

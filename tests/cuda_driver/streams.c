@@ -34,11 +34,6 @@ bool stub_is_legacy(const Stream *stream)
     return stream->number == 0;
 }
 
-bool stub_has_ended(const Stream *stream)
-{
-    return stream->ended;
-}
-
 Random *stub_stream_random(Stream *stream)
 {
     return &stream->random;
@@ -245,16 +240,6 @@ EXPORT Result cuStreamSynchronize(void *handle)
     ENTER(cuStreamSynchronize);
     Stream *stream = stub_stream(handle);
     return stream == NULL ? INVALID_HANDLE : stub_wait(stream, stub_last_place(stream));
-}
-
-EXPORT Result cuStreamQuery(void *handle)
-{
-    ENTER(cuStreamQuery);
-    Stream *stream = stub_stream(handle);
-    if (stream == NULL) {
-        return INVALID_HANDLE;
-    }
-    return stub_has_reached(stream, stub_last_place(stream)) ? OK : NOT_READY;
 }
 
 static void write_value(Stream *stream, Operation *operation)

@@ -9,20 +9,18 @@
  *
  * It finds races and errors of life cycles. It is no model of speed, of memory order, or of what
  * a GPU makes of PTX. Where CUDA's manual leaves a behaviour undefined, it says so in one line on
- * standard error and returns an error; `abort` ends the process instead.
+ * standard error and returns an error.
  *
  * A process is like one of CUDA's: the child of one that has called cuInit has no GPU (error 3).
  * Memory is counted for each process, and a sticky error is of all its GPUs.
  *
  * Settings are numbers in a table that tests change while processes run: the memory of the file
  * that CUDA_STUB_CONTROL names, or else memory of this process, where CUDA_STUB_SEED is the first
- * value of `seed`, and so on. A process that starts reads two more variables:
+ * value of `seed`, and so on. A process that starts may have
+ * CUDA_STUB_UUIDS: those of its GPUs, separated by commas, "GPU-" or "MIG-" and 32 hexadecimal
+ * digits. Of instances of MIG a process sees one.
  *
- *   CUDA_STUB_UUIDS   of the GPUs, separated by commas: "GPU-" or "MIG-" and 32 hexadecimal digits.
- *                     Of instances of MIG a process sees one.
- *   CUDA_STUB_NAMES   of the GPUs, separated by commas.
- *
- * CUDA_VISIBLE_DEVICES chooses by numbers or by UUIDs, as with CUDA.
+ * CUDA_VISIBLE_DEVICES chooses by numbers or by whole UUIDs.
  */
 #ifndef STUB_H
 #define STUB_H
@@ -45,12 +43,10 @@ enum {
     INVALID_VALUE = 1,
     OUT_OF_MEMORY = 2,
     NOT_INITIALIZED = 3,
-    DEVICE_UNAVAILABLE = 46,
     NO_DEVICE = 100,
     INVALID_DEVICE = 101,
     INVALID_CONTEXT = 201,
     MAPPING_FAILED = 205,
-    NO_BINARY = 209,
     INVALID_PTX = 218,
     UNSUPPORTED_PTX = 222,
     OPERATING_SYSTEM = 304,
@@ -71,24 +67,19 @@ enum {
     X(piece_bytes, 65536) /* in which copies are made, with waits between them */ \
     X(devices, 1)         /* GPUs, unless CUDA_STUB_UUIDS names them */ \
     X(first_device, 0)    /* the CUdevice of the first GPU: others follow */ \
-    X(compute_mode, 0)    /* 0: default, 2: prohibited, 3: one process */ \
+    X(compute_mode, 0)    /* as an attribute says it; it forbids nothing */ \
     X(driver_version, 12080) \
-    X(capability, 90) \
     X(ptx_version, 80)    /* the newest `.version` that is taken, times ten */ \
-    X(memory_mib, 4096)   /* of each GPU, for each process */ \
     X(write_values, 1)    /* whether streams write 64-bit values */ \
     X(distinct_pinned, 0) /* registered memory has another address on the GPU */ \
     X(pin_us_per_mib, 0)  /* how long a registration takes */ \
     X(pin_most_mib, 0)    /* a larger registration fails with error 2; 0: no limit */ \
     X(pageable_waits, 50) /* per cent of the copies from pageable memory that wait for the stream */ \
-    X(free_exported, 0)   /* memory is freed although another process has it open */ \
     X(hang, 0)            /* -1: all streams stop, N: the Nth that the process made, 0: none */ \
     X(hang_gpu, 0)        /* N: all streams of the Nth GPU stop, 0: of none */ \
     X(batch_most, 0)      /* a batch of more copies is refused with error 1; 0: no limit */ \
-    X(batch_hangs, 0)     /* a batch of more copies than `batch_most` never ends instead, until 0 */ \
     X(fabric, 0)          /* memory may be created with handles for a fabric */ \
-    X(lose, 0)            /* a sticky error for the next process that sees it: set to 0 then */ \
-    X(abort, 0)           /* a refusal ends the process */
+    X(lose, 0)            /* a sticky error for the next process that sees it: set to 0 then */
 
 /* What the process has, in the same table; `refusals` counts what was refused as undefined. */
 #define COUNTS(X) \
@@ -106,15 +97,13 @@ enum {
     X(cuMemGetAddressRange_v2) X(cuMemHostAlloc) X(cuMemFreeHost) X(cuMemHostRegister_v2) \
     X(cuMemHostUnregister) X(cuMemHostGetDevicePointer_v2) X(cuIpcGetMemHandle) \
     X(cuIpcOpenMemHandle_v2) X(cuIpcCloseMemHandle) X(cuStreamCreate) X(cuStreamDestroy_v2) \
-    X(cuStreamQuery) X(cuStreamSynchronize) X(cuStreamWaitEvent) X(cuStreamWriteValue64_v2) \
-    X(cuEventCreate) X(cuEventRecord) X(cuEventQuery) X(cuEventSynchronize) X(cuEventDestroy_v2) \
-    X(cuMemcpyHtoD_v2) X(cuMemcpyDtoH_v2) X(cuMemcpyHtoDAsync_v2) X(cuMemcpyDtoHAsync_v2) \
-    X(cuMemcpyDtoDAsync_v2) X(cuMemcpyBatchAsync) X(cuMemsetD8Async) \
-    X(cuModuleLoadData) X(cuModuleUnload) X(cuModuleGetFunction) X(cuLaunchKernel) \
-    X(cuMemCreate) X(cuMemGetAllocationGranularity) X(cuMemRetainAllocationHandle) \
+    X(cuStreamSynchronize) X(cuStreamWriteValue64_v2) X(cuEventCreate) X(cuEventRecord) \
+    X(cuEventQuery) X(cuEventSynchronize) X(cuEventDestroy_v2) X(cuMemcpyHtoD_v2) \
+    X(cuMemcpyHtoDAsync_v2) X(cuMemcpyDtoHAsync_v2) X(cuMemcpyBatchAsync) X(cuModuleLoadData) \
+    X(cuModuleGetFunction) X(cuLaunchKernel) X(cuMemCreate) X(cuMemRetainAllocationHandle) \
     X(cuMemExportToShareableHandle) X(cuMemImportFromShareableHandle) X(cuMemRelease) \
-    X(cuMemGetAllocationPropertiesFromHandle) \
-    X(cuMemAddressReserve) X(cuMemAddressFree) X(cuMemMap) X(cuMemUnmap) X(cuMemSetAccess)
+    X(cuMemGetAllocationPropertiesFromHandle) X(cuMemAddressReserve) X(cuMemAddressFree) \
+    X(cuMemMap) X(cuMemUnmap) X(cuMemSetAccess)
 
 enum {
 #define NAME(name, ...) SET_##name,
@@ -239,7 +228,7 @@ bool stub_is_in_process(Address address, size_t size);
 typedef struct Operation {
     void (*run)(Stream *stream, struct Operation *operation);
     void (*end)(struct Operation *operation); /* Frees what it has; NULL: nothing. */
-    uint64_t numbers[20];
+    uint64_t numbers[9];
     void *data;
     struct Operation *next;
 } Operation;
@@ -247,7 +236,6 @@ Stream *stub_stream(void *handle); /* NULL, after a refusal: no stream. */
 Context *stub_stream_context(const Stream *stream);
 bool stub_is_legacy(const Stream *stream);
 Random *stub_stream_random(Stream *stream);
-bool stub_has_ended(const Stream *stream); /* It does nothing more. */
 /* Enqueues; the place of the operation. The stream takes what `operation` has. */
 uint64_t stub_enqueue(Stream *stream, Operation operation);
 Result stub_wait(Stream *stream, uint64_t place);

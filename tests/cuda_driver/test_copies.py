@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 
 import numpy as np
 import pytest
@@ -12,26 +11,25 @@ import pytest
 from lmcache_redis.device import driver
 from tests import cuda_driver
 from tests.cuda_driver import more
-from tests.cuda_driver.buffers import FRESH, PAGE, on_gpu, pageable, pinned, refused, wait_until
+from tests.cuda_driver.buffers import FRESH, PAGE, in_thread, on_gpu, pageable, pinned, refused
+from tests.servers import wait_until
 
-STREAM, DURING_CALL, ANY = 1, 2, 3  # when a copy of a batch reads its source
+STREAM, DURING_CALL = 1, 2  # when a copy of a batch reads its source
 NONE = 2**64 - 1
 
 
 def batch(
     copies: list[tuple[int, int, int]],
     stream: int | None,
-    orders: tuple[int, ...] = (STREAM,),
-    firsts: tuple[int, ...] = (0,),
+    order: int = STREAM,
 ) -> tuple[int, int]:
     """cuMemcpyBatchAsync of (to, from, size): its error, or 0, and which copy is wrong."""
     to, sources, sizes = (np.array(each, np.uint64) for each in zip(*copies, strict=True))
-    attributes = np.zeros((len(orders), 6), np.uint32)
-    attributes[:, 0] = orders
-    failed, starts = ctypes.c_size_t(), np.array(firsts, np.uint64)
+    attributes = np.array([order, 0, 0, 0, 0, 0], np.uint32)
+    failed, first = ctypes.c_size_t(), ctypes.c_size_t()
     code: int = driver._library().cuMemcpyBatchAsync(
         to.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(copies),
-        attributes.ctypes.data, starts.ctypes.data, len(orders), ctypes.byref(failed), stream,
+        attributes.ctypes.data, ctypes.byref(first), 1, ctypes.byref(failed), stream,
     )  # fmt: skip
     return code, failed.value
 
@@ -87,16 +85,9 @@ def test_pageable_memory_is_staged(stream: int) -> None:
 def test_a_copy_from_pageable_memory_may_wait_for_its_stream(stream: int, waits: bool) -> None:
     """The manual allows both."""
     cuda_driver.set("pageable_waits", 100 if waits else 0)
-    address, context = driver.allocate(PAGE), driver.retain_context(0)
-    source, _ = pageable(PAGE)
+    address, (source, _) = driver.allocate(PAGE), pageable(PAGE)
     cuda_driver.set("hang", -1)
-
-    def copy() -> None:
-        driver.set_context(context)
-        driver.enqueue_copy_in(address, source, PAGE, stream)
-
-    thread = threading.Thread(target=copy)
-    thread.start()
+    thread = in_thread(lambda: driver.enqueue_copy_in(address, source, PAGE, stream))
     if waits:
         thread.join(0.1)
         assert thread.is_alive()
@@ -143,48 +134,6 @@ def test_a_copy_lies_in_one_memory(stream: int) -> None:
     assert cuda_driver.get("refusals") == 7
 
 
-def test_a_batch_moves_each_of_its_copies(stream: int) -> None:
-    address, memory = on_gpu(64 * PAGE)
-    host, read = pinned(64 * PAGE)
-    memory[:] = np.random.default_rng(1).integers(0, 256, len(memory), np.uint8)
-    order = np.random.default_rng(2).permutation(64)
-    to = host + np.arange(64, dtype=np.uint64) * PAGE
-    sources = address + order.astype(np.uint64) * PAGE
-    sizes = np.full(64, PAGE - 100, np.uint64)
-    driver.enqueue_copies(to.ctypes.data, sources.ctypes.data, sizes.ctypes.data, 64, stream)
-    driver.synchronize_stream(stream)
-    pages = read.reshape(64, PAGE)
-    assert (pages[:, :-100] == memory.reshape(64, PAGE)[order, :-100]).all()
-    assert (pages[:, -100:] == FRESH).all()
-
-
-@pytest.mark.parametrize("order", [STREAM, DURING_CALL, ANY])
-def test_attributes_say_when_a_source_is_read(stream: int, order: int) -> None:
-    host, written = pinned(64 * PAGE)
-    address, memory = on_gpu(64 * PAGE)
-    written[:] = 1
-    cuda_driver.set("hang", -1)
-    copies = [(address + page * PAGE, host + page * PAGE, PAGE) for page in range(64)]
-    assert batch(copies, stream, (order,)) == (0, NONE)
-    written[:] = 2
-    cuda_driver.set("hang", 0)
-    driver.synchronize_stream(stream)
-    found = set(memory.reshape(64, PAGE)[:, 0].tolist())
-    assert found == {STREAM: {2}, DURING_CALL: {1}, ANY: {1, 2}}[order]
-
-
-@pytest.mark.parametrize(
-    ("orders", "firsts"),
-    [((0,), (0,)), ((4,), (0,)), ((1,), (1,)), ((1, 1), (0, 0)), ((1, 1), (0, 3)), ((), ())],
-)
-def test_wrong_attributes_are_refused(
-    stream: int, orders: tuple[int, ...], firsts: tuple[int, ...]
-) -> None:
-    host, address = driver.allocate_pinned(3 * PAGE), driver.allocate(3 * PAGE)
-    copies = [(address + page * PAGE, host + page * PAGE, PAGE) for page in range(3)]
-    assert batch(copies, stream, orders, firsts) == (1, NONE)
-
-
 def test_copies_of_a_batch_are_independent(stream: int) -> None:
     host, address = driver.allocate_pinned(3 * PAGE), driver.allocate(3 * PAGE)
     for copies in (
@@ -196,11 +145,12 @@ def test_copies_of_a_batch_are_independent(stream: int) -> None:
     assert batch(one_source, stream) == (0, NONE)
 
 
-def test_a_wrong_copy_of_a_batch_is_named(stream: int) -> None:
+def test_a_wrong_batch_is_refused_and_its_copy_named(stream: int) -> None:
     host, address = driver.allocate_pinned(PAGE), driver.allocate(PAGE)
     assert batch([(address, host, 8), (address + PAGE, host, 8)], stream) == (1, 1)
-    on_the_default_stream = batch([(address, host, 8)], None)
-    assert on_the_default_stream == (1, NONE)
+    good = [(address, host, 8)]
+    assert batch(good, None) == (1, NONE), "not on the default stream"
+    assert batch(good, stream, DURING_CALL) == (1, NONE), "not in another order than the stream's"
 
 
 def test_a_batch_takes_the_address_of_the_gpu(stream: int) -> None:

@@ -3,30 +3,17 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
-from lmcache_redis.device import driver
-from lmcache_redis.errors import CudaError
+from benchmarks.gpu.contact.exporter import map_pieces
+from lmcache_redis.device import driver, kernels
 from tests import cuda_driver
-from tests.cuda_driver.buffers import FRESH, PAGE, on_gpu, pageable, pinned, refused
+from tests.cuda_driver.buffers import FRESH, PAGE, in_thread, on_gpu, pageable, pinned, refused
 
 
 def test_fresh_memory_is_poison(context: int) -> None:
     for _, memory in (on_gpu(5000), pinned(5000)):
         assert (memory == FRESH).all()
-
-
-def test_an_allocation_is_found_by_any_of_its_addresses(context: int) -> None:
-    address = driver.allocate(5000)
-    for offset in (0, 1, 4999):
-        assert driver.allocation_of(address + offset) == (address, 5000)
-    with refused(500):
-        driver.allocation_of(address + 5000)
-    driver.free(address)
-    with refused(500):
-        driver.allocation_of(address)
 
 
 def test_memory_is_freed_once(context: int) -> None:
@@ -44,14 +31,7 @@ def test_freeing_waits_for_the_work_of_the_gpu(stream: int) -> None:
     host, _ = pinned(PAGE)
     cuda_driver.set("hang", -1)
     driver.enqueue_copy_out(host, used, PAGE, stream)
-    context = driver.retain_context(0)
-
-    def free() -> None:
-        driver.set_context(context)
-        driver.free(other)
-
-    thread = threading.Thread(target=free)
-    thread.start()
+    thread = in_thread(lambda: driver.free(other))
     thread.join(0.1)
     assert thread.is_alive()
     cuda_driver.set("hang", 0)
@@ -72,35 +52,26 @@ def test_work_that_finds_its_memory_gone_is_fatal(stream: int) -> None:
         driver.synchronize_stream(stream)
 
 
-def test_registrations_do_not_overlap(context: int) -> None:
+def test_registrations_are_of_the_process_and_apart(context: int) -> None:
     host, _ = pageable(8 * PAGE)
+    with refused(1):
+        driver.pin(host, 1 << 44)
+    with refused(1):
+        driver.pin(driver.allocate(PAGE), PAGE)
     driver.pin(host + 2 * PAGE, 2 * PAGE)
     for first, pages in ((2, 2), (1, 2), (3, 1), (0, 8)):
         with refused(712):
             driver.pin(host + first * PAGE, pages * PAGE)
     driver.pin(host, 2 * PAGE)
-    driver.pin(host + 4 * PAGE, PAGE)
+    driver.pin(host + 4 * PAGE, PAGE + 8)
+    with refused(712):  # It would share a page.
+        driver.pin(host + 5 * PAGE + 8, 8)
     driver.unpin(host + 2 * PAGE)
     for wrong in (host + 2 * PAGE, host + PAGE):
         with refused(713):
             driver.unpin(wrong)
-    assert cuda_driver.counts() == {"contexts": 1, "pinned": 2}
-
-
-def test_registrations_do_not_share_a_page(context: int) -> None:
-    host, _ = pageable(2 * PAGE)
-    driver.pin(host, PAGE + 8)
-    with refused(712):
-        driver.pin(host + PAGE + 8, 8)
-    assert cuda_driver.counts()["refusals"] == 1
-
-
-def test_only_memory_of_the_process_is_registered(context: int) -> None:
-    host, _ = pageable(PAGE)
-    with refused(1):
-        driver.pin(host, 1 << 44)
-    with refused(1):
-        driver.pin(driver.allocate(PAGE), PAGE)
+    counts = cuda_driver.counts()
+    assert (counts["pinned"], counts["refusals"]) == (2, 2)
 
 
 @pytest.mark.parametrize("distinct", [0, 1])
@@ -128,7 +99,7 @@ def test_a_context_ends_with_what_it_has(context: int) -> None:
     driver.allocate_pinned(PAGE)
     driver.create_stream()
     driver.create_event()
-    driver.load_module(cuda_driver.ptx("gather_16"))
+    driver.load_module(kernels.text("gather_16"))
     driver.release_context(0)
     assert cuda_driver.counts() == {}
     with refused(201):
@@ -138,21 +109,16 @@ def test_a_context_ends_with_what_it_has(context: int) -> None:
 
 
 def test_a_context_is_of_one_thread(context: int) -> None:
-    found: list[int] = []
+    ended: list[bool] = []
 
-    def without() -> None:
-        try:
-            driver.allocate(PAGE)
-        except CudaError as error:
-            found.append(error.code)
-        driver.set_context(context)
+    def other() -> None:
         driver.free(driver.allocate(PAGE))
-        found.append(0)
+        driver.set_context(0)
+        ended.append(True)
 
-    thread = threading.Thread(target=without)
-    thread.start()
-    thread.join()
-    assert found == [201, 0]
+    in_thread(other).join()
+    assert ended
+    driver.free(driver.allocate(PAGE))
     driver.set_context(0)
     with refused(201):
         driver.create_stream()
@@ -160,7 +126,7 @@ def test_a_context_is_of_one_thread(context: int) -> None:
 
 def test_pieces_are_mapped_one_after_the_other(stream: int) -> None:
     pieces, size = 3, cuda_driver.PIECE_BYTES
-    address = cuda_driver.map_pieces(pieces)
+    address = map_pieces(pieces * size, size, 0)
     assert driver.allocation_of(address + size + 5) == (address + size, size)
     with refused(1):
         driver.export_memory(address)

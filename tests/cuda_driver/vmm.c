@@ -97,13 +97,6 @@ static void drop_handle(Handle *handle)
     COUNT(handles)--;
 }
 
-EXPORT Result cuMemGetAllocationGranularity(size_t *size, const Properties *properties, int option)
-{
-    ENTER_WITHOUT_CONTEXT(cuMemGetAllocationGranularity);
-    *size = GRANULARITY;
-    return properties->type == PINNED_TYPE && option >= 0 && option <= 1 ? OK : INVALID_VALUE;
-}
-
 EXPORT Result cuMemCreate(Address *handle, size_t size, const Properties *properties,
     uint64_t flags)
 {

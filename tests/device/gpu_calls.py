@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,14 +19,14 @@ from hypothesis import strategies as st
 from lmcache_redis.device import driver
 from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import UNPINNED, Gpus
-from lmcache_redis.device.handles import CudaHandle
+from lmcache_redis.device.handles import CudaHandle, SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.device.mapping import EngineMemory
 from lmcache_redis.native.madvise import address_of
 from tests import cuda_driver
 from tests.cuda_driver import more
 from tests.device.gpu_exporter import GpuExporter
-from tests.device.layouts import Call, Paged, calls
+from tests.device.layouts import Call, Paged, calls, one
 
 GUARD = 0xC3
 _GAP_BYTES = 48
@@ -140,10 +142,26 @@ def viewed(engine: GpuExporter) -> Iterator[tuple[View, Host]]:
         cuda_driver.reset()
 
 
+def changed(handle: CudaHandle, **changes: Any) -> CudaHandle:
+    return msgspec.structs.replace(handle, **changes)
+
+
 def range_of(engine: GpuExporter, size_bytes: int, begin: int = 0) -> CudaHandle:
     """The handle of a part of the engine's memory."""
     offset_bytes = engine.memory.offset_bytes + begin
-    return msgspec.structs.replace(engine.memory, offset_bytes=offset_bytes, size_bytes=size_bytes)
+    return changed(engine.memory, offset_bytes=offset_bytes, size_bytes=size_bytes)
+
+
+def opened(
+    engine: GpuExporter,
+    layout: KVLayout,
+    gpus: Gpus,
+    signals: SharedMemoryHandle | None = None,
+    begin: int = 0,
+) -> CudaDevice:
+    """A device of one layout over the part of the engine's memory that begins there."""
+    size_bytes = max(s.offset + layout.num_blocks * s.block_stride for s in layout.segments)
+    return CudaDevice([layout], [range_of(engine, size_bytes, begin)], gpus, signals)
 
 
 def laid_out(storages: Sequence[np.ndarray], starts: Sequence[int], size_bytes: int) -> bytes:
@@ -153,11 +171,9 @@ def laid_out(storages: Sequence[np.ndarray], starts: Sequence[int], size_bytes: 
     return whole.tobytes()
 
 
-def parts_of(call: Call, chunks: Sequence[bytes]) -> Iterator[bytes]:
-    yield from call.filled_slots(chunks)
-
-
-def put(host: Host, slots: Sequence[memoryview], parts: Iterator[bytes], into: np.ndarray) -> None:
+def put(
+    host: Host, slots: Sequence[memoryview], parts: Sequence[memoryview], into: np.ndarray
+) -> None:
     """Each part where its slot is, in an image of the host's memory."""
     for slot, part in zip(slots, parts, strict=True):
         at = address_of(slot) - host.address
@@ -178,12 +194,17 @@ def check_on_gpu(
         told: list[bytes] = []
         device.gather(call.over(slots), lambda: told.append(b""))
         assert told == [b""]
-        put(host, slots, parts_of(call, call.gathered()), want := np.full_like(host.memory, GUARD))
+        put(
+            host,
+            slots,
+            call.filled_slots(call.gathered()),
+            want := np.full_like(host.memory, GUARD),
+        )
         assert np.array_equal(host.memory, want)
         assert view.read() == laid_out(case.storages, starts, engine.size_bytes)
 
         chunks = [np.random.default_rng(n).bytes(call.chunk_bytes) for n in range(count)]
-        put(host, slots, parts_of(call, chunks), host.memory)
+        put(host, slots, call.filled_slots(chunks), host.memory)
         before = host.memory.copy()
         device.scatter(call.over(slots, call.skip_blocks))
         assert view.read() == laid_out(call.scattered(chunks), starts, engine.size_bytes)
@@ -217,3 +238,27 @@ def plain(page_bytes: int, blocks: int, segments: int, stride: int | None = None
     step = stride or page_bytes
     places = tuple(Segment(0, n * blocks * step, page_bytes, step) for n in range(segments))
     return KVLayout((), "uint8", "cuda", 16, blocks, places)
+
+
+def check_several_workers(
+    engine: GpuExporter, memory: tuple[View, Host], direct_copy_bytes: int, rounds: int
+) -> None:
+    """Two workers share the streams of a GPU, and four threads copy at once."""
+    host = memory[1]
+    content = engine.write(6)
+    gpus = Gpus(direct_copy_bytes, host.pieces_of)
+    devices = [opened(engine, plain(1024, 16, 1), gpus, begin=n << 14) for n in range(2)]
+
+    def gather(number: int) -> None:
+        for n in range(rounds):
+            ids = [(n + at) % 16 for at in range(3)]
+            slots = host.slots([1024] * 3, 8, first=number * 4096)
+            devices[number % 2].gather(one(ids, slots))
+            begins = [(number % 2) * (1 << 14) + block * 1024 for block in ids]
+            assert b"".join(slots) == b"".join(content[b : b + 1024] for b in begins)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(gather, range(4)))
+    devices[0].close()
+    gather(1)
+    devices[1].close()

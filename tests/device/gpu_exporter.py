@@ -90,7 +90,7 @@ class GpuExporter:
         self.process.communicate()
 
 
-class _Memory(NamedTuple):
+class Range(NamedTuple):
     """What `export_storages` asks of a storage."""
 
     address: int
@@ -122,7 +122,7 @@ def main() -> None:
         command, *arguments = json.loads(line)
         answer: Any = None
         if command == "share":
-            (memory,) = export.export_storages([_Memory(address, size_bytes)], gpu)
+            (memory,) = export.export_storages([Range(address, size_bytes)], gpu)
             answer = msgspec.to_builtins([memory, signals.handle])
         elif command == "wait":
             driver.synchronize_stream(stream)

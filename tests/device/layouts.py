@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from lmcache_redis.device.calls import ChunkCopy, CopyCall, DeviceContext
 from lmcache_redis.device.layout import KVLayout, Segment, coalesce
 
+BLANK = 0xA5  # each byte of an empty slot
+
 
 @dataclass
 class Paged:
@@ -21,12 +23,17 @@ class Paged:
     layout: KVLayout
     storages: list[np.ndarray]
 
-    def chunk(self, block_ids: Sequence[int]) -> bytes:
-        """The chunk in those blocks, byte by byte as `lmcache_redis.device.calls` defines it."""
+    def chunk(self, block_ids: Sequence[int], skip_blocks: int = 0) -> bytes:
+        """The chunk in those blocks, byte by byte as `lmcache_redis.device.calls` defines it.
+
+        The pages of the first few blocks are `BLANK`.
+        """
         return b"".join(
             self.storages[s.storage][begin : begin + s.page_bytes].tobytes()
+            if number >= skip_blocks
+            else bytes([BLANK]) * s.page_bytes
             for s in self.layout.segments
-            for begin in (s.offset + block * s.block_stride for block in block_ids)
+            for number, begin in enumerate(s.offset + block * s.block_stride for block in block_ids)
         )
 
     def with_chunk(
@@ -198,8 +205,9 @@ def stripe_sizes(chunk_bytes: int, stripe: int) -> list[int]:
 
 
 def empty_slots(chunk_bytes: int, stripe: int) -> list[memoryview]:
-    """Slots for a chunk, all bytes 0xA5."""
-    return [memoryview(bytearray(b"\xa5" * size)) for size in stripe_sizes(chunk_bytes, stripe)]
+    """Slots for a chunk, all bytes `BLANK`."""
+    sizes = stripe_sizes(chunk_bytes, stripe)
+    return [memoryview(bytearray([BLANK]) * size) for size in sizes]
 
 
 def filled_slots(chunk: bytes, stripe: int) -> list[memoryview]:

@@ -6,6 +6,7 @@ Storages and staging lie between guard bytes, and every byte there is compared a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,23 +18,10 @@ from hypothesis import strategies as st
 from lmcache_redis.device.blocks import find_segments, view_tensors
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.device.table import SegmentTable, Storage, pack_ids
-from tests.device.layouts import Paged, paged
+from tests.device.layouts import BLANK, Paged, paged
 
 GUARD_BYTES = 64
-GUARD, BLANK = 0xC3, 0xA5
-BLOCKS, HEADS, TOKENS, WIDTH, LAYERS = 6, 2, 4, 8, 3  # of `caches`
-KINDS = (
-    "k and v apart",
-    "k and v together",
-    "head-major",
-    "token-major in memory, head-major to look at",
-    "mla",
-    "fp8",
-    "bytes of odd pages",
-    "one storage, blocks outermost",
-    "one storage, layers outermost",
-    "groups of different pages in one storage",
-)
+GUARD = 0xC3
 
 
 class Copies(Protocol):
@@ -139,14 +127,7 @@ def check_gather(make: Make, move: Move, device: str = "cpu") -> None:
     want = bytearray([BLANK]) * size
     for number, (ids, skip) in enumerate(zip(move.chunks, move.skips, strict=True)):
         at = number * move.stride
-        for s in case.layout.segments:
-            for place, block in enumerate(ids):
-                page = s.offset + block * s.block_stride
-                if place >= skip:
-                    want[at : at + s.page_bytes] = bytes(
-                        case.storages[s.storage][page : page + s.page_bytes]
-                    )
-                at += s.page_bytes
+        want[at : at + move.chunk_bytes] = case.chunk(ids, skip)
     assert bytes_of(around) == expected(around, staging, bytes(want))
     for (outer, inner), content in zip(storages, case.storages, strict=True):
         assert bytes_of(outer) == expected(outer, inner, content.tobytes())
@@ -171,52 +152,57 @@ def check_scatter(make: Make, move: Move, device: str = "cpu") -> None:
     assert bytes_of(around) == expected(around, staging, chunk_bytes.tobytes())
 
 
-def caches(kind: str) -> dict[str, torch.Tensor]:
-    """KV caches as engines lay them out, scaled down, of random bytes."""
+BLOCKS, HEADS, TOKENS, WIDTH = 6, 2, 4, 8
+NAMES = ("layer.0", "layer.1", "layer.2")
 
-    def memory(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-        size = int(np.prod(shape)) * dtype.itemsize
-        return torch.randint(0, 256, (size,), dtype=torch.uint8).view(dtype).view(shape)
 
-    names = [f"layer.{layer}" for layer in range(LAYERS)]
-    if kind == "k and v apart":
-        return {name: memory(2, BLOCKS, TOKENS, HEADS, WIDTH) for name in names}
-    if kind == "k and v together":
-        return {name: memory(BLOCKS, 2, TOKENS, HEADS, WIDTH) for name in names}
-    if kind == "head-major":
-        return {name: memory(BLOCKS, HEADS, TOKENS, 2 * WIDTH) for name in names}
-    if kind == "token-major in memory, head-major to look at":
-        return {
-            name: memory(BLOCKS, TOKENS, HEADS, 2 * WIDTH).transpose(1, 2) for name in names
-        }  # fmt: skip
-    if kind == "mla":
-        return {name: memory(BLOCKS, TOKENS, 36) for name in names}
-    if kind == "fp8":
-        return {
-            name: memory(BLOCKS, TOKENS, HEADS, WIDTH, dtype=torch.float8_e4m3fn) for name in names
-        }
-    if kind == "bytes of odd pages":
-        return {name: memory(BLOCKS, TOKENS, 33, dtype=torch.uint8) for name in names}
-    if kind == "one storage, blocks outermost":
-        whole = memory(BLOCKS, LAYERS, TOKENS, HEADS, WIDTH)
-        return {name: whole[:, layer] for layer, name in enumerate(names)}
-    if kind == "one storage, layers outermost":
-        whole = memory(LAYERS, BLOCKS, TOKENS, HEADS, WIDTH)
-        return {name: whole[layer] for layer, name in enumerate(names)}
-    if kind == "groups of different pages in one storage":
-        small, large = BLOCKS * TOKENS * 4, BLOCKS * TOKENS * 24
-        whole = memory(2 * small + large)
-        return {
-            "index.0": whole[:small].view(BLOCKS, TOKENS, 4),
-            "layer.0": whole[small : small + large].view(BLOCKS, TOKENS, 24),
-            "index.1": whole[small + large :].view(BLOCKS, TOKENS, 4),
-        }
-    raise AssertionError(kind)
+def memory(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """Of random bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    return torch.randint(0, 256, (size,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def alike(*shape: int, dtype: torch.dtype = torch.float16) -> dict[str, torch.Tensor]:
+    return {name: memory(*shape, dtype=dtype) for name in NAMES}
+
+
+def token_major() -> dict[str, torch.Tensor]:
+    layers = alike(BLOCKS, TOKENS, HEADS, 2 * WIDTH)
+    return {name: tensor.transpose(1, 2) for name, tensor in layers.items()}
+
+
+def groups() -> dict[str, torch.Tensor]:
+    small, large = BLOCKS * TOKENS * 4, BLOCKS * TOKENS * 24
+    whole = memory(2 * small + large)
+    return {
+        "index.0": whole[:small].view(BLOCKS, TOKENS, 4),
+        "layer.0": whole[small : small + large].view(BLOCKS, TOKENS, 24),
+        "index.1": whole[small + large :].view(BLOCKS, TOKENS, 4),
+    }
+
+
+# KV caches as engines lay them out, scaled down.
+KINDS: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
+    "k and v apart": lambda: alike(2, BLOCKS, TOKENS, HEADS, WIDTH),
+    "k and v together": lambda: alike(BLOCKS, 2, TOKENS, HEADS, WIDTH),
+    "head-major": lambda: alike(BLOCKS, HEADS, TOKENS, 2 * WIDTH),
+    "token-major in memory, head-major to look at": token_major,
+    "mla": lambda: alike(BLOCKS, TOKENS, 36),
+    "fp8": lambda: alike(BLOCKS, TOKENS, HEADS, WIDTH, dtype=torch.float8_e4m3fn),
+    "bytes of odd pages": lambda: alike(BLOCKS, TOKENS, 33, dtype=torch.uint8),
+    "one storage, blocks outermost": lambda: dict(
+        zip(NAMES, memory(BLOCKS, len(NAMES), TOKENS, HEADS, WIDTH).unbind(1), strict=True)
+    ),
+    "one storage, layers outermost": lambda: dict(
+        zip(NAMES, memory(len(NAMES), BLOCKS, TOKENS, HEADS, WIDTH), strict=True)
+    ),
+    "groups of different pages in one storage": groups,
+}
 
 
 def check_engine(make: Make, kind: str) -> None:
     """Two chunks move to other blocks, in two launches; compared in the tensors' own terms."""
-    tensors = caches(kind)
+    tensors = KINDS[kind]()
     views, storages = view_tensors(tensors)
     segments, page_format, _ = find_segments(views, BLOCKS)
     layout = KVLayout((), "float16", "cuda", TOKENS, BLOCKS, segments, page_format)

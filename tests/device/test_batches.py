@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from lmcache_redis.device import driver
-from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Batches, CopyStream, Gpus
 from lmcache_redis.errors import DeviceError, GpuLost
 from tests import cuda_driver
 from tests.cuda_driver.buffers import bytes_at
-from tests.device.gpu_calls import NEEDS_DRIVER, Host, View, plain, range_of
-from tests.device.gpu_exporter import PIECE_BYTES, GpuExporter
+from tests.device.gpu_calls import NEEDS_DRIVER, Host, View, opened, plain
+from tests.device.gpu_exporter import GpuExporter
 from tests.device.layouts import one
 
 pytestmark = NEEDS_DRIVER
@@ -37,7 +36,7 @@ class Moves:
         self.view, _ = memory
         self.host = Host(1 << 20, 1, 1)
         gpus = Gpus(DIRECT, self.host.pieces_of, batch_copies=batch_copies)
-        self.device = CudaDevice([plain(PAGE, BLOCKS, 1)], [range_of(engine, PIECE_BYTES)], gpus)
+        self.device = opened(engine, plain(PAGE, BLOCKS, 1), gpus)
         self.slots = self.host.slots([PAGE] * COPIES, 64)
 
     def gather(self) -> bool:
@@ -131,9 +130,7 @@ def test_copies_that_fail_either_way_leave_batches_on(
 def test_a_lost_gpu_copies_nothing(engine: GpuExporter, caplog: pytest.LogCaptureFixture) -> None:
     cuda_driver.reset()
     host = Host(1 << 20, 1, 1)
-    device = CudaDevice(
-        [plain(PAGE, BLOCKS, 1)], [range_of(engine, PIECE_BYTES)], Gpus(DIRECT, host.pieces_of)
-    )
+    device = opened(engine, plain(PAGE, BLOCKS, 1), Gpus(DIRECT, host.pieces_of))
     cuda_driver.fail(BATCH, 226)
     with pytest.raises(GpuLost, match="error 226 "):
         device.gather(one(IDS[:8], host.slots([PAGE] * 8, 64)))

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import multiprocessing
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import msgspec
@@ -27,33 +29,27 @@ from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.native.madvise import address_of
-from tests.device.exporter import BLOCKS, LAYERS, TOKENS, Exporter, bytes_of, make_caches
-from tests.device.layouts import (
-    Call,
-    Paged,
-    check_call,
-    empty_slots,
-    filled_slots,
-    one,
-)
+from tests.device.layouts import BLANK, Call, Paged, check_call, empty_slots, filled_slots, one
 
+BLOCKS, HEADS, TOKENS, WIDTH, LAYERS = 12, 2, 4, 16, 3
 KINDS = ["one storage", "k and v apart"]
 STRIPE = 1000
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Exporter]:
-    exporter = Exporter()
-    yield exporter
-    exporter.kill()
+def make_caches(kind: str) -> dict[str, torch.Tensor]:
+    """KV caches as vLLM makes them, with random contents."""
+    names = [f"layer.{layer}" for layer in range(LAYERS)]
+    if kind == "one storage":
+        whole = torch.rand(LAYERS, BLOCKS, HEADS, TOKENS, WIDTH)
+        return dict(zip(names, whole, strict=True))
+    return {name: torch.rand(2, BLOCKS, TOKENS, HEADS, WIDTH // 2) for name in names}
 
 
-@pytest.fixture
-def doomed() -> Iterator[Exporter]:
-    """An engine that the test may kill."""
-    exporter = Exporter()
-    yield exporter
-    exporter.kill()
+def bytes_of(caches: dict[str, torch.Tensor]) -> list[bytes]:
+    """The contents of the distinct storages, in order."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in caches.values()}
+    flat = (torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages.values())
+    return [each.numpy().tobytes() for each in flat]
 
 
 def as_paged(layout: KVLayout, storages: list[bytes]) -> Paged:
@@ -140,98 +136,36 @@ class TestShare:
         with pytest.raises(DeviceError, match="mapped file"):
             export_kv_caches([{"layer.0": tensor.view(BLOCKS, 8)}], BLOCKS)
 
-    @pytest.mark.parametrize(
-        ("caches", "reason"),
-        [
-            ({}, "no KV cache tensors"),
-            ({"m": [torch.zeros(BLOCKS, 8)]}, "'m' is a list.*Mamba"),
-            ({"m": torch.zeros(BLOCKS, 8, device="meta")}, "on meta: only cpu"),
-            ({"m": torch.zeros(BLOCKS, 8, dtype=torch.complex64)}, "'m'.*unknown dtype"),
-            ({"m": torch.zeros(BLOCKS + 1, 8)}, "'m' has no dimension of 12 blocks"),
-        ],
-    )
-    def test_what_is_not_understood_is_refused(
-        self, caches: dict[str, torch.Tensor], reason: str
-    ) -> None:
-        with pytest.raises(DeviceError, match=reason):
-            export_kv_caches([caches], BLOCKS)
 
-    def test_storages_over_one_memory_are_refused(self) -> None:
-        memory = np.zeros((2, BLOCKS, 8), np.float32)
-        both = {"all": torch.from_numpy(memory), "half": torch.from_numpy(memory[1])}
-        with pytest.raises(DeviceError, match="same memory"):
-            export_kv_caches([both], BLOCKS)
+def engine(ours: Connection) -> None:
+    """Tells what it shares, and what its storages hold; lives until the other end is closed."""
+    caches = make_caches("one storage")
+    ours.send((export_kv_caches([caches], BLOCKS), bytes_of(caches)))
+    ours.poll(None)
 
 
 @pytest.mark.servers
-class TestAnotherProcess:
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_gather_reads_what_the_engine_has(self, engine: Exporter, kind: str) -> None:
-        layout, handles = engine.share(kind)
-        paged = as_paged(layout, engine.storages(kind))
-        device: DeviceContext = CpuDevice([layout], handles)
-        ids = [3, 4, 5, 0, 11]
-        slots = empty_slots(len(ids) * layout.block_bytes, STRIPE)
-        device.gather(one(ids, slots))
-        device.close()
-        want = filled_slots(paged.chunk(ids), STRIPE)
-        assert [bytes(slot) for slot in slots] == [bytes(slot) for slot in want]
-        assert engine.storages(kind) == [each.tobytes() for each in paged.storages]
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_scatter_writes_what_the_engine_sees(self, engine: Exporter, kind: str) -> None:
-        layout, handles = engine.share(kind)
-        paged = as_paged(layout, engine.storages(kind))
-        ids = [7, 6, 1, 2]
-        chunk = os.urandom(len(ids) * layout.block_bytes)
-        device = CpuDevice([layout], handles)
-        device.scatter(one(ids, filled_slots(chunk, STRIPE), skip=1))
-        device.close()
-        want = paged.with_chunk(ids, chunk, skip_blocks=1)
-        assert engine.storages(kind) == [each.tobytes() for each in want]
-
-    def test_an_engine_that_is_killed_leaves_its_memory(self, doomed: Exporter) -> None:
-        kind = "one storage"
-        layout, handles = doomed.share(kind)
-        paged = as_paged(layout, doomed.storages(kind))
-        device = CpuDevice([layout], handles)
-        doomed.kill()
-        ids = list(range(BLOCKS))
-        slots = empty_slots(len(ids) * layout.block_bytes, STRIPE)
-        device.gather(one(ids, slots))
-        assert b"".join(slots) == paged.chunk(ids)
-        assert handles[0].inode in mapped_inodes()
-        device.close()
-        assert handles[0].inode not in mapped_inodes()
-        with pytest.raises(DeviceError, match="has ended"):
-            CpuDevice([layout], handles)
-
-    def test_several_threads_copy_at_once(self, engine: Exporter) -> None:
-        kind = "one storage"
-        layout, handles = engine.share(kind)
-        device = CpuDevice([layout], handles)
-        chunks = {block: os.urandom(layout.block_bytes) for block in range(BLOCKS)}
-        failed: list[BaseException] = []
-
-        def copy(block: int) -> None:
-            try:
-                for _ in range(20):
-                    device.scatter(one([block], filled_slots(chunks[block], STRIPE)))
-                    slots = empty_slots(layout.block_bytes, STRIPE)
-                    device.gather(one([block], slots))
-                    assert b"".join(slots) == chunks[block]
-            except BaseException as error:
-                failed.append(error)
-
-        threads = [threading.Thread(target=copy, args=(block,)) for block in range(BLOCKS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        device.close()
-        assert not failed
-        paged = as_paged(layout, engine.storages(kind))
-        assert all(paged.chunk([block]) == chunks[block] for block in range(BLOCKS))
+def test_an_engine_that_is_killed_leaves_its_memory() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=engine, args=(theirs,), daemon=True
+    )
+    process.start()
+    theirs.close()
+    shared, storages = ours.recv()
+    layout, handles = layout_of(shared), shared.storages
+    device: DeviceContext = CpuDevice([layout], handles)
+    process.kill()
+    process.join()
+    ids = list(range(BLOCKS))
+    slots = empty_slots(len(ids) * layout.block_bytes, STRIPE)
+    device.gather(one(ids, slots))
+    assert b"".join(slots) == as_paged(layout, storages).chunk(ids)
+    assert handles[0].inode in mapped_inodes()
+    device.close()
+    assert handles[0].inode not in mapped_inodes()
+    with pytest.raises(DeviceError, match="has ended"):
+        CpuDevice([layout], handles)
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +194,51 @@ class TestRoundTrip:
         call = Call(as_paged(layout, bytes_of(caches)), chunks, stripe, skip)
         check_call(device, call, lambda: [np.frombuffer(e, np.uint8) for e in bytes_of(caches)])
         device.close()
+
+    def test_several_threads_copy_at_once(self, own: Own) -> None:
+        caches, layout, handles = own
+        device = CpuDevice([layout], handles)
+        chunks = {block: os.urandom(layout.block_bytes) for block in range(BLOCKS)}
+
+        def copy(block: int) -> None:
+            for _ in range(20):
+                device.scatter(one([block], filled_slots(chunks[block], STRIPE)))
+                slots = empty_slots(layout.block_bytes, STRIPE)
+                device.gather(one([block], slots))
+                assert b"".join(slots) == chunks[block]
+
+        with ThreadPoolExecutor(BLOCKS) as threads:
+            list(threads.map(copy, chunks))
+        device.close()
+        paged = as_paged(layout, bytes_of(caches))
+        assert all(paged.chunk([block]) == chunks[block] for block in range(BLOCKS))
+
+
+BOTH = ("gather", "scatter")
+
+
+def blank_slot(own: Own) -> memoryview:
+    """For one block."""
+    return memoryview(bytearray([BLANK]) * own[1].block_bytes)
+
+
+def check_refused(
+    own: Own,
+    call: CopyCall,
+    why: str | None = None,
+    kinds: Sequence[str] = BOTH,
+    error: type[Exception] | tuple[type[Exception], ...] = DeviceError,
+) -> None:
+    """Neither the engine's memory nor the first slot has changed then."""
+    caches, layout, handles = own
+    device = CpuDevice([layout], handles)
+    before = bytes_of(caches)
+    for kind in kinds:
+        with pytest.raises(error, match=why):
+            getattr(device, kind)(call)
+    device.close()
+    assert bytes_of(caches) == before
+    assert set(call.chunks[0].slots[0]) == {BLANK}
 
 
 class TestRefused:
@@ -320,70 +299,32 @@ class TestRefused:
         ],
     )
     def test_bounds_touch_nothing(self, own: Own, ids: list[int], skip: int, slots: int) -> None:
-        caches, layout, handles = own
-        device = CpuDevice([layout], handles)
-        before = bytes_of(caches)
-        chunk = [memoryview(bytearray(layout.block_bytes)) for _ in range(slots)]
-        with pytest.raises(DeviceError):
-            device.scatter(one(ids, chunk, skip))
-        if not skip:
-            with pytest.raises(DeviceError):
-                device.gather(one(ids, chunk))
-        device.close()
-        assert bytes_of(caches) == before
-        assert all(bytes(slot) == bytes(layout.block_bytes) for slot in chunk)
+        call = one(ids, [blank_slot(own) for _ in range(slots)], skip)
+        check_refused(own, call, kinds=["scatter"] if skip else BOTH)
 
     def test_a_short_slot_touches_nothing(self, own: Own) -> None:
-        caches, layout, handles = own
-        device = CpuDevice([layout], handles)
-        before = bytes_of(caches)
-        slots = empty_slots(2 * layout.block_bytes, layout.block_bytes)
-        slots[1] = slots[1][:-1]
-        for copy in (device.gather, device.scatter):
-            with pytest.raises(DeviceError, match="cannot fill"):
-                copy(one([0, 1], slots))
-        device.close()
-        assert bytes_of(caches) == before
-        assert set(slots[0]) == {0xA5}
+        slots = [blank_slot(own), blank_slot(own)[:-1]]
+        check_refused(own, one([0, 1], slots), "cannot fill")
 
     @pytest.mark.parametrize("bad", ["read-only", "reversed", "released"])
     def test_a_later_slot_that_cannot_be_used_touches_nothing(self, own: Own, bad: str) -> None:
-        caches, layout, handles = own
-        device = CpuDevice([layout], handles)
-        before = bytes_of(caches)
-        first, second = (memoryview(bytearray(b"\xa5" * layout.block_bytes)) for _ in range(2))
+        first, second = blank_slot(own), blank_slot(own)
         if bad == "released":
             second.release()
         else:
             second = second.toreadonly() if bad == "read-only" else second[::-1]
         call = CopyCall([ChunkCopy([0], [first]), ChunkCopy([1], [second])])
-        for copy in (device.gather, device.scatter):
-            with pytest.raises((DeviceError, ValueError)):
-                copy(call)
-        device.close()
-        assert bytes_of(caches) == before
-        assert set(first) == {0xA5}
+        check_refused(own, call, error=(DeviceError, ValueError))
 
     def test_a_signal(self, own: Own) -> None:
-        _, layout, handles = own
-        device = CpuDevice([layout], handles)
-        slots = empty_slots(layout.block_bytes, STRIPE)
-        for copy in (device.gather, device.scatter):
-            with pytest.raises(DeviceError, match="signal of a GPU"):
-                copy(one([0], slots, after=1))
-        device.close()
+        check_refused(own, one([0], [blank_slot(own)], after=1), "signal of a GPU")
 
     def test_blocks_that_the_engine_has_back(self, own: Own) -> None:
-        caches, layout, handles = own
+        _, layout, handles = own
+        slots, now_ns = [blank_slot(own)], time.monotonic_ns()
+        check_refused(own, one([0], slots, until_ns=now_ns - 1), "lease on the blocks")
         device = CpuDevice([layout], handles)
-        before = bytes_of(caches)
-        slots = empty_slots(layout.block_bytes, STRIPE)
-        for copy in (device.gather, device.scatter):
-            with pytest.raises(DeviceError, match="lease on the blocks"):
-                copy(one([0], slots, until_ns=time.monotonic_ns() - 1))
-        assert bytes_of(caches) == before
-        assert set(slots[0]) == {0xA5}
-        for until_ns in (time.monotonic_ns() + 10**10, 2**64 - 1):  # what a message can say
+        for until_ns in (now_ns + 10**10, 2**64 - 1):  # what a message can say
             device.gather(one([0], slots, until_ns=until_ns))
         device.close()
 
@@ -470,6 +411,3 @@ def resident_bytes(address: int) -> int:
             if line.startswith(f"{address:x}-"):
                 break
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
-
-
-assert LAYERS > 2  # tests name layer.2

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from lmcache_redis.device.calls import ChunkCopy, CopyCall
-from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
 from tests import cuda_driver
 from tests.device.gpu_calls import (
@@ -19,8 +17,9 @@ from tests.device.gpu_calls import (
     View,
     check_both_directions,
     check_on_gpu,
+    check_several_workers,
+    opened,
     plain,
-    range_of,
 )
 from tests.device.gpu_exporter import PIECE_BYTES, GpuExporter
 from tests.device.layouts import Call, Paged, one
@@ -42,10 +41,7 @@ each_driver = pytest.mark.parametrize("batch", [True, False], indirect=True)
 @each_way
 @each_driver
 def test_both_directions(
-    engine: GpuExporter,
-    memory: tuple[View, Host],
-    direct_copy_bytes: int,
-    batch: bool,
+    engine: GpuExporter, memory: tuple[View, Host], direct_copy_bytes: int, batch: bool
 ) -> None:
     """Any layout, page size, alignment, stripes, skipped blocks, number of chunks."""
     cuda_driver.set("delay_us", 50)
@@ -55,10 +51,7 @@ def test_both_directions(
 @each_way
 @each_driver
 def test_a_chunk_of_4096_scattered_blocks_of_one_token(
-    engine: GpuExporter,
-    memory: tuple[View, Host],
-    direct_copy_bytes: int,
-    batch: bool,
+    engine: GpuExporter, memory: tuple[View, Host], direct_copy_bytes: int, batch: bool
 ) -> None:
     """No two of them are neighbours, and there are bytes between all pages."""
     view, host = memory
@@ -98,11 +91,7 @@ def test_a_call_takes_few_submissions(
     expected: dict[str, int],
 ) -> None:
     host = memory[1]
-    device = CudaDevice(
-        [plain(8192, 8, 2)],
-        [range_of(engine, 8 * 2 * 8192)],
-        Gpus(direct_copy_bytes, host.pieces_of),
-    )
+    device = opened(engine, plain(8192, 8, 2), Gpus(direct_copy_bytes, host.pieces_of))
     before = {name: cuda_driver.get(f"{name}.called") for name in (BATCH, COPY)}
     device.gather(one([2, 3, 4, 5], host.slots([8192] * 8, gap)))
     called = {name: cuda_driver.get(f"{name}.called") - n for name, n in before.items()}
@@ -111,67 +100,16 @@ def test_a_call_takes_few_submissions(
 
 
 @each_way
-def test_a_driver_that_refuses_batches_is_asked_once(
-    engine: GpuExporter, memory: tuple[View, Host], direct_copy_bytes: int
-) -> None:
-    host = memory[1]
-    content = engine.write(5)
-    gpus = Gpus(direct_copy_bytes, host.pieces_of)
-    device = CudaDevice([plain(8192, 8, 1)], [range_of(engine, 8 * 8192)], gpus)
-    cuda_driver.fail(BATCH, 801, times=0)
-    before = cuda_driver.get(f"{BATCH}.called")
-    for _ in range(3):
-        slots = host.slots([8192] * 4, 64)
-        device.gather(one([0, 1, 2, 3], slots))
-        assert b"".join(slots) == content[: 4 * 8192]
-    assert cuda_driver.get(f"{BATCH}.called") == before + 1
-    device.close()
-
-
-@each_way
 def test_several_workers_at_once(
     engine: GpuExporter, memory: tuple[View, Host], direct_copy_bytes: int
 ) -> None:
-    """Two workers share the streams of a GPU; closing one leaves the other."""
-    host = memory[1]
-    content = engine.write(6)
-    gpus = Gpus(direct_copy_bytes, host.pieces_of)
     cuda_driver.set("delay_us", 100)
-    devices = [
-        CudaDevice([plain(1024, 16, 1)], [range_of(engine, 16 << 10, n << 14)], gpus)
-        for n in range(2)
-    ]
-    failed: list[BaseException] = []
-
-    def gather(number: int) -> None:
-        try:
-            for n in range(20):
-                ids = [(n + at) % 16 for at in range(3)]
-                slots = host.slots([1024] * 3, 8, first=number * 4096)
-                devices[number % 2].gather(one(ids, slots))
-                begins = [(number % 2) * (1 << 14) + block * 1024 for block in ids]
-                assert b"".join(slots) == b"".join(content[b : b + 1024] for b in begins)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=gather, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    before = cuda_driver.counts()
-    devices[0].close()
-    assert cuda_driver.counts()["streams"] == before["streams"]
-    gather(1)
-    assert not failed
-    devices[1].close()
+    check_several_workers(engine, memory, direct_copy_bytes, rounds=20)
 
 
 def test_buffers_are_made_once_and_grow(engine: GpuExporter, memory: tuple[View, Host]) -> None:
     host = memory[1]
-    gpus = Gpus(BY_KERNEL, host.pieces_of)
-    device = CudaDevice([plain(512, 16, 1)], [range_of(engine, 8192)], gpus)
+    device = opened(engine, plain(512, 16, 1), Gpus(BY_KERNEL, host.pieces_of))
 
     def made() -> int:
         return cuda_driver.get("cuMemAlloc_v2.called")

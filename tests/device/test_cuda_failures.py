@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from lmcache_redis.device import cuda, driver
 from lmcache_redis.device.cuda import CudaDevice
@@ -20,6 +20,8 @@ from tests.device.gpu_calls import (
     NEEDS_DRIVER,
     Host,
     View,
+    changed,
+    opened,
     plain,
     range_of,
     unpinned_gpus,
@@ -49,14 +51,9 @@ def device(
     engine: GpuExporter, memory: tuple[View, Host], request: pytest.FixtureRequest
 ) -> Iterator[CudaDevice]:
     memory[1].memory[:] = GUARD
-    opened = CudaDevice(
-        [LAYOUT],
-        [range_of(engine, PAGE * BLOCKS)],
-        Gpus(request.param, memory[1].pieces_of),
-        engine.signals,
-    )
-    yield opened
-    opened.close()
+    made = opened(engine, LAYOUT, Gpus(request.param, memory[1].pieces_of), engine.signals)
+    yield made
+    made.close()
 
 
 def slots_of(memory: tuple[View, Host], blocks: int = 2, first: int = 0) -> list[memoryview]:
@@ -84,11 +81,7 @@ class TestNothingIsTouched:
         ],
     )
     def test_by_wrong_arguments(
-        self,
-        device: CudaDevice,
-        memory: tuple[View, Host],
-        ids: list[int],
-        skip: int,
+        self, device: CudaDevice, memory: tuple[View, Host], ids: list[int], skip: int
     ) -> None:
         with pytest.raises(DeviceError):
             device.scatter(one(ids, slots_of(memory), skip))
@@ -124,7 +117,7 @@ class TestNothingIsTouched:
 
 
 def test_a_ticket_needs_signals(engine: GpuExporter, memory: tuple[View, Host]) -> None:
-    device = CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], unpinned_gpus())
+    device = opened(engine, LAYOUT, unpinned_gpus())
     with pytest.raises(DeviceError, match="registered no signals"):
         device.gather(one([0], slots_of(memory, 1), after=1))
     device.gather(one([0], slots_of(memory, 1)))
@@ -201,15 +194,12 @@ class TestTheDriverRefuses:
 
     @pytest.mark.parametrize("function", ["cuMemAlloc_v2", "cuStreamCreate", "cuEventCreate"])
     def test_out_of_memory_for_a_call(
-        self,
-        engine: GpuExporter,
-        memory: tuple[View, Host],
-        function: str,
+        self, engine: GpuExporter, memory: tuple[View, Host], function: str
     ) -> None:
         """Only that call fails."""
         content = engine.write(3)
         gpus = Gpus(BY_KERNEL, memory[1].pieces_of)
-        device = CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], gpus)
+        device = opened(engine, LAYOUT, gpus)
         slots = slots_of(memory)
         for _ in range(3):
             cuda_driver.fail(function, 2)
@@ -225,22 +215,20 @@ class TestTheDriverRefuses:
     ) -> None:
         functions = ["cuMemAlloc_v2", "cuStreamCreate", "cuEventCreate", "cuIpcOpenMemHandle_v2"]
         functions += ["cuModuleLoadData", "cuModuleGetFunction", "cuDeviceGetAttribute"]
-        opened = cuda_driver.counts()
+        before = cuda_driver.counts()
         for function in functions:
             for at in range(1, 6):
                 cuda_driver.fail(function, 2, at=at)
                 gpus = unpinned_gpus(direct_copy_bytes)
                 try:
-                    device = CudaDevice(
-                        [LAYOUT], [range_of(engine, PAGE * BLOCKS)], gpus, engine.signals
-                    )
+                    device = opened(engine, LAYOUT, gpus, engine.signals)
                 except DeviceError:
                     pass
                 else:
                     device.close()
                 cuda_driver.fail(function, 0)
                 left = cuda_driver.counts()
-                assert {**left, "modules": 0} == {**opened, "modules": 0}, (function, at)
+                assert {**left, "modules": 0} == {**before, "modules": 0}, (function, at)
 
     @pytest.mark.parametrize(
         ("code", "cause"),
@@ -251,7 +239,7 @@ class TestTheDriverRefuses:
     ) -> None:
         cuda_driver.fail("cuModuleLoadData", code)
         with pytest.raises(DeviceError, match=cause):
-            CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], unpinned_gpus(BY_KERNEL))
+            opened(engine, LAYOUT, unpinned_gpus(BY_KERNEL))
 
     def test_a_driver_that_is_too_old_for_kernels(
         self, engine: GpuExporter, memory: tuple[View, Host]
@@ -259,8 +247,8 @@ class TestTheDriverRefuses:
         """It is known when the engine registers."""
         cuda_driver.set("ptx_version", 79)
         with pytest.raises(DeviceError, match="older than the kernels' PTX"):
-            CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], unpinned_gpus(BY_KERNEL))
-        CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], unpinned_gpus(DIRECT)).close()
+            opened(engine, LAYOUT, unpinned_gpus(BY_KERNEL))
+        opened(engine, LAYOUT, unpinned_gpus(DIRECT)).close()
 
 
 class TestLost:
@@ -271,14 +259,14 @@ class TestLost:
         cuda_driver.reset()
         host = Host(64 << 10, 1, 1)
         gpus = Gpus(direct_copy_bytes, host.pieces_of)
-        device = CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], gpus)
+        device = opened(engine, LAYOUT, gpus)
         cuda_driver.set("lose", 700)
         for _ in range(2):
             for move in (device.gather, device.scatter):
                 with pytest.raises(GpuLost, match="error 700"):
                     move(one([0, 1], host.slots([PAGE] * 2, 0)))
         with pytest.raises(GpuLost):
-            CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], gpus)
+            opened(engine, LAYOUT, gpus)
         with pytest.raises(GpuLost):
             device.close()
         device.close()
@@ -291,8 +279,7 @@ class TestTheEngineEnds:
         try:
             with viewed(engine) as memory:
                 gpus = Gpus(DIRECT, memory[1].pieces_of)
-                handles = [range_of(engine, PAGE * BLOCKS)]
-                device = CudaDevice([LAYOUT], handles, gpus, engine.signals)
+                device = opened(engine, LAYOUT, gpus, engine.signals)
                 slots = slots_of(memory)
                 waiting, failed = in_thread(
                     lambda: device.gather(one([0, 1], slots, after=1 << 40))
@@ -305,7 +292,7 @@ class TestTheEngineEnds:
                     device.scatter(one([0, 1], slots))
                 device.close()
                 with pytest.raises(DeviceError, match="not visible: it has ended"):
-                    CudaDevice([LAYOUT], handles, gpus)
+                    opened(engine, LAYOUT, gpus)
         finally:
             engine.kill()
 
@@ -319,8 +306,8 @@ class TestTwoGpus:
             content = other.write(9)
             host = Host(64 << 10, 1, 1)
             gpus = Gpus(BY_KERNEL, host.pieces_of)
-            hung = CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], gpus)
-            device = CudaDevice([LAYOUT], [range_of(other, PAGE * BLOCKS)], gpus)
+            hung = opened(engine, LAYOUT, gpus)
+            device = opened(other, LAYOUT, gpus)
             cuda_driver.set("hang", 1)  # its gathers
             copy, failed = in_thread(lambda: hung.gather(one([0, 1], host.slots([PAGE] * 2, 0))))
             time.sleep(0.05)
@@ -341,10 +328,8 @@ class TestTwoGpus:
             cuda_driver.reset()
 
     def test_storages_of_two_are_refused(self, engine: GpuExporter) -> None:
-        layout = msgspec.structs.replace(
-            LAYOUT,
-            segments=(LAYOUT.segments[0], msgspec.structs.replace(LAYOUT.segments[0], storage=1)),
-        )
+        first, second = LAYOUT.segments[0], replace(LAYOUT.segments[0], storage=1)
+        layout = replace(LAYOUT, segments=(first, second))
         handle = range_of(engine, PAGE * BLOCKS)
         cuda_driver.reset()
         for changes, said in (
@@ -352,6 +337,4 @@ class TestTwoGpus:
             ({"pid": 1}, "different processes"),
         ):
             with pytest.raises(DeviceError, match=said):
-                CudaDevice(
-                    [layout], [handle, msgspec.structs.replace(handle, **changes)], unpinned_gpus()
-                )
+                CudaDevice([layout], [handle, changed(handle, **changes)], unpinned_gpus())

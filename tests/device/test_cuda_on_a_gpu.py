@@ -6,10 +6,8 @@ The checks of `test_cuda`, without delays; what only a GPU can show comes after 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -22,9 +20,11 @@ from tests.cuda_driver import more
 from tests.device.gpu_calls import (
     Host,
     View,
+    changed,
     check_both_directions,
+    check_several_workers,
+    opened,
     plain,
-    range_of,
     seen,
     unpinned_gpus,
 )
@@ -84,11 +84,7 @@ def test_real_sizes(large: GpuExporter, page_bytes: int) -> None:
     size = blocks * page_bytes
     whole, stripe = large.write(3), 1_044_480
     with_slots = Host(16 * MIB, 1, 1)
-    device = CudaDevice(
-        [plain(page_bytes, blocks, 1)],
-        [range_of(large, size)],
-        Gpus(64 << 10, with_slots.pieces_of),
-    )
+    device = opened(large, plain(page_bytes, blocks, 1), Gpus(64 << 10, with_slots.pieces_of))
     ids = np.random.default_rng(4).permutation(blocks).tolist()
     sizes = [min(stripe, size - begin) for begin in range(0, size, stripe)]
     slots = with_slots.slots(sizes, 4096)
@@ -109,8 +105,7 @@ def test_a_call_comes_after_its_signal(direct_copy_bytes: int) -> None:
     try:
         with seen(engine) as (view, host):
             gpus = Gpus(direct_copy_bytes, host.pieces_of)
-            layout = plain(2048, 8, 1)
-            device = CudaDevice([layout], [range_of(engine, 16384)], gpus, engine.signals)
+            device = opened(engine, plain(2048, 8, 1), gpus, engine.signals)
             slots = host.slots([2048] * 4, 64)
             for seed in range(20):
                 device.gather(one([5, 0, 3, 6], slots, after=engine.write_late(seed, 50)))
@@ -126,40 +121,16 @@ def test_a_call_comes_after_its_signal(direct_copy_bytes: int) -> None:
 
 
 @each_way
-def test_several_threads(
+def test_several_workers_at_once(
     engine: GpuExporter, memory: tuple[View, Host], direct_copy_bytes: int
 ) -> None:
-    host = memory[1]
-    right = engine.write(7)
-    gpus = Gpus(direct_copy_bytes, host.pieces_of)
-    device = CudaDevice([plain(1024, 16, 1)], [range_of(engine, 16 << 10)], gpus)
-    failed: list[BaseException] = []
-
-    def copy(number: int) -> None:
-        try:
-            for n in range(100):
-                block = (number + n) % 16
-                slots = host.slots([1024], 0, first=number * 1024)
-                device.gather(one([block], slots))
-                assert bytes(slots[0]) == right[block * 1024 : (block + 1) * 1024]
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=copy, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    device.close()
-    assert not failed
+    check_several_workers(engine, memory, direct_copy_bytes, rounds=200)
 
 
 def test_a_claim_beyond_the_allocation_is_refused(engine: GpuExporter) -> None:
     if not isinstance(engine.memory, CudaIPCHandle):
         pytest.skip("pieces are mapped by their size")
-    claimed = msgspec.structs.replace(
-        engine.memory, allocation_bytes=engine.size_bytes + (64 << 20)
-    )
+    claimed = changed(engine.memory, allocation_bytes=engine.size_bytes + (64 << 20))
     with pytest.raises(DeviceError, match="of GPU memory, which has"):
         CudaDevice([plain(2048, 8, 1)], [claimed], unpinned_gpus())
 
@@ -168,8 +139,7 @@ def test_no_memory_of_a_dead_engine_stays_held() -> None:
     """CUDA keeps what was exported until the last process that opened it has closed it."""
     engine = GpuExporter(512 * MIB)
     try:
-        layout = plain(MIB, 512, 1)
-        device = CudaDevice([layout], [range_of(engine, 512 * MIB)], unpinned_gpus())
+        device = opened(engine, plain(MIB, 512, 1), unpinned_gpus())
     finally:
         engine.kill()
     held = more.free_memory()[0]

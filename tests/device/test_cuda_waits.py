@@ -14,7 +14,7 @@ import pytest
 from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import CopyStream, Gpus
 from tests import cuda_driver
-from tests.device.gpu_calls import NEEDS_DRIVER, Host, View, plain, range_of
+from tests.device.gpu_calls import NEEDS_DRIVER, Host, View, opened, plain
 from tests.device.gpu_exporter import GpuExporter, content
 from tests.device.layouts import one
 
@@ -45,8 +45,7 @@ class Rounds:
         self.engine = engine
         self.view, self.host = View(engine), Host(64 << 10, 1, 1)
         gpus = Gpus(direct_copy_bytes, self.host.pieces_of)
-        layout = plain(PAGE, BLOCKS, SEGMENTS)
-        self.device = CudaDevice([layout], [range_of(engine, SIZE)], gpus, engine.signals)
+        self.device = opened(engine, plain(PAGE, BLOCKS, SEGMENTS), gpus, engine.signals)
         self.slots = self.host.slots([PAGE] * (CHUNK // PAGE), 64)
 
     def chunk(self, memory: bytes) -> bytes:

@@ -8,24 +8,17 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from lmcache_redis.device import driver, mapping
-from lmcache_redis.device.handles import CudaFdHandle, CudaHandle
+from lmcache_redis.device.handles import CudaFdHandle
 from lmcache_redis.device.mapping import EngineMemory
 from lmcache_redis.errors import DeviceError, GpuLost
 from tests import cuda_driver
+from tests.device.gpu_calls import NEEDS_DRIVER, changed
 from tests.device.gpu_exporter import PIECE_BYTES, GpuExporter
 
-pytestmark = [
-    pytest.mark.servers,
-    pytest.mark.skipif(bool(cuda_driver.missing()), reason=str(cuda_driver.missing())),
-]
-
-
-def changed(handle: CudaHandle, **changes: Any) -> CudaHandle:
-    return msgspec.structs.replace(handle, **changes)
+pytestmark = NEEDS_DRIVER
 
 
 @pytest.fixture(scope="module", params=[None, 3], ids=["one allocation", "pieces"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from lmcache_redis.errors import DeviceError, GpuLost
 from tests import cuda_driver
 from tests.cuda_driver import more
 from tests.cuda_driver.engine import PIECE_BYTES, Host, Memory, gpus
+from tests.device.gpu_exporter import Range
 
 pytestmark = pytest.mark.skipif(cuda_driver.missing() is not None, reason="no gcc")
 
@@ -40,19 +41,6 @@ def storages(host: Host, memory: Memory, gpu: int = 0) -> list[torch.UntypedStor
 def open_descriptors() -> set[str]:
     """Without that of the list itself."""
     return {fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
-
-
-class Range(NamedTuple):
-    """What is asked of a storage."""
-
-    address: int
-    size_bytes: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-    def nbytes(self) -> int:
-        return self.size_bytes
 
 
 class TestWholeAllocations:

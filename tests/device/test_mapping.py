@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -29,42 +27,42 @@ def handle_of(fd: int, size_bytes: int = SIZE) -> SharedMemoryHandle:
     return SharedMemoryHandle(pid, start, fd, found.st_dev, found.st_ino, size_bytes)
 
 
+@contextmanager
+def opened(path: Path | None = None, flags: int = 0) -> Iterator[int]:
+    """A descriptor of a file, or of new memory."""
+    fd = os.open(path, os.O_RDWR) if path else os.memfd_create("test", flags)
+    try:
+        if not path:
+            os.ftruncate(fd, SIZE)
+        yield fd
+    finally:
+        os.close(fd)
+
+
 @pytest.fixture
 def memory() -> Iterator[int]:
     """As torch makes it: it takes no seals."""
-    fd = os.memfd_create("test", 0)
-    os.ftruncate(fd, SIZE)
-    yield fd
-    os.close(fd)
+    with opened() as fd:
+        yield fd
 
 
 @pytest.fixture
 def mapping(memory: int) -> Iterator[SharedMapping]:
-    mapping = SharedMapping(handle_of(memory))
-    yield mapping
-    mapping.close()
+    with closing(SharedMapping(handle_of(memory))) as mapping:
+        yield mapping
 
 
-def test_a_file_is_not_memory(tmp_path: Path) -> None:
+def test_a_file_or_a_device_is_not_memory(tmp_path: Path) -> None:
     """It would be written to."""
     here = Path(__file__).with_suffix(".bin") if _is_tmpfs(tmp_path) else tmp_path / "file"
     here.write_bytes(bytes(SIZE))
-    fd = os.open(here, os.O_RDWR)
-    try:
-        with pytest.raises(DeviceError, match="not shared memory: only /dev/shm and memfds"):
+    for path in (here, Path("/dev/null")):
+        with (
+            opened(path) as fd,
+            pytest.raises(DeviceError, match="not shared memory: only /dev/shm and memfds"),
+        ):
             SharedMapping(handle_of(fd))
-    finally:
-        os.close(fd)
-        here.unlink()
-
-
-def test_a_device_is_not_memory() -> None:
-    fd = os.open("/dev/null", os.O_RDWR)
-    try:
-        with pytest.raises(DeviceError, match="not shared memory"):
-            SharedMapping(handle_of(fd))
-    finally:
-        os.close(fd)
+    here.unlink()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives memory away")
@@ -85,24 +83,20 @@ def test_a_size_that_is_none(memory: int, size_bytes: int) -> None:
 def test_a_name_in_dev_shm_is_memory() -> None:
     path = Path(f"/dev/shm/lmcache-redis-test-{os.getpid()}")
     path.write_bytes(bytes(SIZE))
-    fd = os.open(path, os.O_RDWR)
     try:
-        SharedMapping(handle_of(fd)).close()
+        with opened(path) as fd:
+            SharedMapping(handle_of(fd)).close()
     finally:
-        os.close(fd)
         path.unlink()
 
 
 def test_memory_that_takes_seals_cannot_shrink_any_more() -> None:
-    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, SIZE)
-    mapping = SharedMapping(handle_of(fd))
-    try:
-        with pytest.raises(PermissionError):
-            os.ftruncate(fd, SIZE - 4096)
-    finally:
-        mapping.close()
-        os.close(fd)
+    with (
+        opened(flags=os.MFD_ALLOW_SEALING) as fd,
+        closing(SharedMapping(handle_of(fd))),
+        pytest.raises(PermissionError),
+    ):
+        os.ftruncate(fd, SIZE - 4096)
 
 
 def test_memory_that_shrank_is_refused(memory: int, mapping: SharedMapping) -> None:
@@ -133,50 +127,12 @@ def test_memory_that_shrinks_under_a_copy(
 
 @guarded
 def test_another_mapping_is_not_concerned(memory: int, mapping: SharedMapping) -> None:
-    other = os.memfd_create("test", 0)
-    os.ftruncate(other, SIZE)
-    second = SharedMapping(handle_of(other))
-    try:
+    with opened() as other, closing(SharedMapping(handle_of(other))) as second:
         os.ftruncate(memory, 0)
         assert mapping.memory[0] == 0
         second.check()
         second.memory[0] = 7
         assert os.pread(other, 1, 0) == b"\x07"
-    finally:
-        second.close()
-        os.close(other)
-
-
-@pytest.mark.servers
-@guarded
-@pytest.mark.parametrize("how", ["an access", "a signal"])
-def test_any_other_sigbus_ends_the_process_as_before(how: str) -> None:
-    code = """
-import faulthandler, mmap, os, signal, sys
-if "traceback" in sys.argv:
-    faulthandler.enable()
-from tests.device.test_mapping import SIZE, SharedMapping, handle_of
-fd = os.memfd_create("guarded"); os.ftruncate(fd, SIZE)
-mapping = SharedMapping(handle_of(fd))
-os.ftruncate(fd, 0)
-mapping.memory[0]
-other = os.memfd_create("not guarded"); os.ftruncate(other, SIZE)
-memory = mmap.mmap(other, SIZE)
-os.ftruncate(other, 0)
-print("here", flush=True)
-if "signal" in sys.argv[1]:
-    os.kill(os.getpid(), signal.SIGBUS)
-else:
-    memory[0]
-print("not here")
-"""
-    for more in ([], ["traceback"]):
-        done = subprocess.run(
-            [sys.executable, "-c", code, how, *more], capture_output=True, text=True, timeout=60
-        )
-        assert done.stdout == "here\n", done.stderr
-        assert done.returncode == -signal.SIGBUS
-        assert ("Bus error" in done.stderr) is bool(more)
 
 
 def _is_tmpfs(path: Path) -> bool:

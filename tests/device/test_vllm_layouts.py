@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -35,10 +36,7 @@ def make_caches(
     )
     page = spec.page_size_bytes + padding
     if padding:
-        spec = interface.FullAttentionSpec(
-            block_size=TOKENS, num_kv_heads=heads, head_size=4, dtype=torch.float16,
-            page_size_padded=page,
-        )  # fmt: skip
+        spec = dataclasses.replace(spec, page_size_padded=page)
     layer_stride, block_stride = interface.compute_layout_strides(spec, BLOCKS, LAYERS, layout)[:2]
     size = BLOCKS * LAYERS * page
     tensor = interface.KVCacheTensor(

@@ -2,7 +2,6 @@
 """Tiny models of every kind of KV cache, with random weights, and a small one with real ones.
 
 The weights spread widely, so that greedy tokens differ from prompt to prompt and wrong KV shows.
-``OPTIONS`` are the arguments of ``vllm.LLM`` with which a model runs on the CPU.
 """
 
 from __future__ import annotations
@@ -36,139 +35,107 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def _llama() -> tuple[str, dict[str, Any]]:
-    return "Llama", {}
-
-
-def _gemma3() -> tuple[str, dict[str, Any]]:
-    """Five layers with a window to one with full attention."""
-    return "Gemma3", {"num_hidden_layers": 12, "sliding_window": 512, "query_pre_attn_scalar": 64}
-
-
-def _gpt_oss() -> tuple[str, dict[str, Any]]:
-    """Every other layer has a window."""
-    return "GptOss", {"sliding_window": 128, "num_local_experts": 4, "num_experts_per_tok": 2}
-
-
-def _deepseek_v2() -> tuple[str, dict[str, Any]]:
-    """MLA. vLLM's kernel for the CPU has a latent of 512 and 64 elements."""
-    return "DeepseekV2", {
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 512,
-        "q_lora_rank": None,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 64,
-        "v_head_dim": 64,
-        "head_dim": 64,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 128,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    }
-
-
-def _mistral() -> tuple[str, dict[str, Any]]:
-    """All layers have a window."""
-    return "Mistral", {"sliding_window": 512}
-
-
-def _qwen3_next() -> tuple[str, dict[str, Any]]:
-    """Three layers with a recurrent state to one with full attention."""
-    return "Qwen3Next", {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-        "shared_expert_intermediate_size": 128,
-    }
-
-
-def _olmo3() -> tuple[str, dict[str, Any]]:
-    return "Olmo3", {"sliding_window": 256}
-
-
-def _cohere2() -> tuple[str, dict[str, Any]]:
-    return "Cohere2", {"sliding_window": 256, "logit_scale": 1.0}
-
-
-def _llama4() -> tuple[str, dict[str, Any]]:
-    """Three layers with chunked local attention to one with full attention."""
-    return "Llama4", {
-        "attention_chunk_size": 512,
-        "intermediate_size_mlp": 512,
-        "moe_layers": [],
-        "interleave_moe_layer_step": 0,
-    }
-
-
-def _eagle() -> tuple[str, dict[str, Any]]:
-    """A draft of one layer for ``llama``."""
-    return "Llama", {"num_hidden_layers": 1}
-
-
-def _mimo() -> tuple[str, dict[str, Any]]:
-    """Qwen2 and one layer for multi-token prediction."""
-    return "Qwen2", {"num_nextn_predict_layers": 1, "head_dim": 64}
-
-
-def _falcon_h1() -> tuple[str, dict[str, Any]]:
-    """Every layer has attention and a recurrent state."""
-    return "FalconH1", {
-        "mamba_d_ssm": 256,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 64,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 64,
-        "mamba_chunk_size": 64,
-    }
-
-
-def _lfm2() -> tuple[str, dict[str, Any]]:
-    """Three layers with a short convolution to one with full attention."""
-    kinds = ["conv", "conv", "conv", "full_attention"]
-    return "Lfm2", {
-        "layer_types": kinds,
-        "block_auto_adjust_ff_dim": False,
-        "block_dim": 256,
-        "block_multiple_of": 256,
-        "conv_dim": 256,
-    }
-
-
-def _nemotron_h() -> tuple[str, dict[str, Any]]:
-    """Layers of Mamba-2, of attention and of an MLP."""
-    return "NemotronH", {
-        "hybrid_override_pattern": "M-M*-M*",
-        "num_hidden_layers": 7,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 64,
-        "ssm_state_size": 64,
-        "n_groups": 1,
-        "chunk_size": 64,
-    }
-
-
-_MODELS: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
-    "llama": _llama,
-    "gemma3": _gemma3,
-    "gpt-oss": _gpt_oss,
-    "deepseek-v2": _deepseek_v2,
-    "mistral": _mistral,
-    "qwen3-next": _qwen3_next,
-    "olmo3": _olmo3,
-    "cohere2": _cohere2,
-    "llama4": _llama4,
-    "eagle": _eagle,
-    "mimo": _mimo,
-    "falcon-h1": _falcon_h1,
-    "lfm2": _lfm2,
-    "nemotron-h": _nemotron_h,
+# What the classes of `transformers` begin with, and what differs from `_SIZES`.
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    # Five layers with a window to one with full attention.
+    "gemma3": (
+        "Gemma3",
+        {"num_hidden_layers": 12, "sliding_window": 512, "query_pre_attn_scalar": 64},
+    ),
+    # Every other layer has a window.
+    "gpt-oss": (
+        "GptOss",
+        {"sliding_window": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    # MLA. vLLM's kernel for the CPU has a latent of 512 and 64 elements.
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": 64,
+            "head_dim": 64,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 128,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    # All layers have a window.
+    "mistral": ("Mistral", {"sliding_window": 512}),
+    # Three layers with a recurrent state to one with full attention.
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+        },
+    ),
+    "olmo3": ("Olmo3", {"sliding_window": 256}),
+    "cohere2": ("Cohere2", {"sliding_window": 256, "logit_scale": 1.0}),
+    # Three layers with chunked local attention to one with full attention.
+    "llama4": (
+        "Llama4",
+        {
+            "attention_chunk_size": 512,
+            "intermediate_size_mlp": 512,
+            "moe_layers": [],
+            "interleave_moe_layer_step": 0,
+        },
+    ),
+    # A draft of one layer for ``llama``.
+    "eagle": ("Llama", {"num_hidden_layers": 1}),
+    # Qwen2 and one layer for multi-token prediction.
+    "mimo": ("Qwen2", {"num_nextn_predict_layers": 1, "head_dim": 64}),
+    # Every layer has attention and a recurrent state.
+    "falcon-h1": (
+        "FalconH1",
+        {
+            "mamba_d_ssm": 256,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 64,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 64,
+            "mamba_chunk_size": 64,
+        },
+    ),
+    # Three layers with a short convolution to one with full attention.
+    "lfm2": (
+        "Lfm2",
+        {
+            "layer_types": ["conv", "conv", "conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+            "block_dim": 256,
+            "block_multiple_of": 256,
+            "conv_dim": 256,
+        },
+    ),
+    # Layers of Mamba-2, of attention and of an MLP.
+    "nemotron-h": (
+        "NemotronH",
+        {
+            "hybrid_override_pattern": "M-M*-M*",
+            "num_hidden_layers": 7,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 64,
+            "n_groups": 1,
+            "chunk_size": 64,
+        },
+    ),
 }
 
 
@@ -286,7 +253,7 @@ def write_model(name: str, directory: Path, **sizes: int) -> Path:
     if name == "smollm2":
         _link_smollm2(directory)
         return directory
-    prefix, own = _MODELS[name]()
+    prefix, own = _MODELS[name]
     config_class = getattr(transformers, f"{prefix}TextConfig", None)
     config_class = config_class or getattr(transformers, f"{prefix}Config")
     config = config_class(**_SIZES | own | sizes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is fed to `packed.c`, and what it must say."""
+"""Programs in C of this folder; what is fed to `packed.c`, and what it must say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import random
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,20 @@ from tests.fuzz.mutation import Mutator
 from tests.fuzz.packed import FORMS, PACKED, elements_with
 
 MUTATED = 1500
+NATIVE = Path(__file__).parent.parent.parent / "lmcache_redis" / "native"
+
+
+def compiled(folder: Path, compiler: Sequence[str], name: str, *others: str) -> str:
+    """A program of this folder, with sources of the package, and where it is.
+
+    compiler: with flags.
+    """
+    sources = [Path(__file__).with_name(f"{name}.c"), *(NATIVE / f"{other}.c" for other in others)]
+    words = [*compiler, "-std=gnu11", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE}"]
+    words += [*map(str, sources), "-o", str(folder / name)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return str(folder / name)
 
 
 @functools.cache

@@ -19,11 +19,9 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_hexdigest
 
-from tests.native.packed import check
+from tests.native.packed import check, compiled
 
 pytestmark = pytest.mark.servers
-
-NATIVE = Path(__file__).parent.parent.parent / "lmcache_redis" / "native"
 
 
 def cross_compiler() -> list[str]:
@@ -42,12 +40,8 @@ def built(folder: Path, name: str, *others: str) -> list[str]:
     emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if os.uname().machine != "aarch64" and emulator is None:
         pytest.skip("no qemu-aarch64 on the PATH: install qemu-user-static")
-    sources = [Path(__file__).with_name(f"{name}.c"), *(NATIVE / f"{other}.c" for other in others)]
-    words = [*cross_compiler(), "-static", "-std=gnu11", "-O3", "-Wall", "-Wextra", "-Werror"]
-    words += [f"-I{NATIVE}", *map(str, sources), "-o", str(folder / name)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    return [str(folder / name)] if emulator is None else [emulator, str(folder / name)]
+    program = compiled(folder, [*cross_compiler(), "-static", "-O3"], name, *others)
+    return [program] if emulator is None else [emulator, program]
 
 
 @pytest.fixture(scope="module")

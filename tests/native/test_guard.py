@@ -39,6 +39,7 @@ OTHER = """
 os.ftruncate(other_fd, 0)
 other[5000]
 """
+SENT = "os.kill(os.getpid(), signal.SIGBUS)\n"
 GUARD = "number = guard.add(address, 1 << 16)\n"
 ENABLE = "faulthandler.enable()\n"
 DISABLE = "faulthandler.disable()\n"
@@ -73,18 +74,20 @@ def test_a_truncated_mapping_ends_no_process(steps: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("steps", "reports"),
     [
-        ((GUARD, CUT), 0),
-        ((ENABLE, GUARD, CUT), 1),
-        ((GUARD, ENABLE, CUT), 1),
-        ((GUARD, ENABLE, DISABLE, CUT), 0),
-        ((ENABLE, GUARD, DISABLE, ENABLE, CUT), 1),
+        ((GUARD, CUT, OTHER), 0),
+        ((GUARD, CUT, SENT), 0),
+        ((ENABLE, GUARD, CUT, OTHER), 1),
+        ((ENABLE, GUARD, CUT, SENT), 1),
+        ((GUARD, ENABLE, CUT, OTHER), 1),
+        ((GUARD, ENABLE, DISABLE, CUT, OTHER), 0),
+        ((ENABLE, GUARD, DISABLE, ENABLE, CUT, OTHER), 1),
         # A disabled handler returns at once: the guard must not call it for ever.
-        ((GUARD, ENABLE, CUT, DISABLE), 0),
+        ((GUARD, ENABLE, CUT, DISABLE, OTHER), 0),
     ],
 )
 def test_another_bus_error_reaches_the_other_handlers(steps: tuple[str, ...], reports: int) -> None:
     """Once each, and then ends the process as without a guard."""
-    done = run(*steps, OTHER)
+    done = run(*steps)
     assert done.returncode == -signal.SIGBUS
     assert done.stdout == ""
     assert done.stderr.count("Fatal Python error: Bus error") == reports
