@@ -121,11 +121,6 @@ class TestChunkFrame:
         assert [each.payload_bytes for each in said] == [65_536, 65_536, 18_928]
         assert [each.payload_offset for each in said] == [0, 65_536, 131_072]
 
-    @pytest.mark.parametrize("index", [-1, 3])
-    def test_there_is_no_other_stripe(self, index: int) -> None:
-        with pytest.raises(FormatError, match=f"a chunk of 3 stripes has no stripe {index}"):
-            frame_of().bare_header(index)
-
     @pytest.mark.parametrize(
         ("chunk_bytes", "stripe_bytes", "fields", "message"),
         [
@@ -158,12 +153,6 @@ class TestChunkFrame:
         header = header_of(frame, 65_534)
         assert frame.check_header(header, 65_534).ok
         assert describe_header(header).stripe_index == 65_534
-
-    def test_is_frozen_and_compares_by_its_fields(self) -> None:
-        assert frame_of() == frame_of()
-        assert frame_of() != frame_of(chunk_hash=b"other")
-        with pytest.raises(AttributeError):
-            frame_of().chunk_bytes = 1  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -338,20 +327,6 @@ class TestCheckHeader:
     ) -> None:
         header = put(header_of(frame_of(), 1), offset, fmt, value)
         assert frame_of().check_header(header, 1) == HeaderCheck(verdict, b"", 0)
-
-    def test_a_header_of_another_frame_is_foreign(self) -> None:
-        frame = frame_of()
-        other = RemoteMetadata(150_000, [(75_000,)], ["float16"], MemoryFormat.PAGES)
-        for header in [
-            header_of(frame_of(fingerprint=bytes(32)), 1),
-            header_of(frame_of(chunk_hash=b"other"), 1),
-            header_of(frame_of(chunk_hash=CHUNK_HASH + b"\0"), 1),
-            header_of(frame, 2),
-            header_of(frame_of(150_001), 1),
-            header_of(frame_of(150_000, 65_472), 1),
-            header_of(frame_of(metadata=other.serialize()), 1),
-        ]:
-            assert frame.check_header(header, 1).verdict is Verdict.FOREIGN
 
     @pytest.mark.parametrize(
         ("codec", "element_bytes", "zeros", "stored_bytes", "verdict"),

@@ -62,26 +62,6 @@ def test_a_hash_depends_on_the_whole_prefix_and_on_nothing_after(
         assert set(changed).isdisjoint(whole)
 
 
-def test_only_full_chunks_are_hashed() -> None:
-    assert hash_chunks([], 4) == []
-    assert hash_chunks([1, 2, 3], 4) == []
-    assert len(hash_chunks(range(4), 4)) == 1
-    assert len(hash_chunks(range(7), 4)) == 1
-    assert len(hash_chunks(range(8), 4)) == 2
-
-
-def test_salt_and_chunk_size_keep_hashes_apart() -> None:
-    tokens = list(range(8))
-    hashes = [
-        *hash_chunks(tokens, 4),
-        *hash_chunks(tokens, 4, salt=b"a"),
-        *hash_chunks(tokens, 4, salt=b"a\0"),
-        *hash_chunks(tokens, 8),
-    ]
-    assert len(set(hashes)) == 7
-    assert {len(h) for h in hashes} == {32}
-
-
 def test_any_sequence_of_ints_gives_the_same_hashes() -> None:
     tokens = [0, 7, 250, 99]
     expected = hash_chunks(tokens, 2)

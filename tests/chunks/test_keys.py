@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -33,13 +32,6 @@ class TestObjectKey:
         assert again == key
         assert hash(again) == hash(key)
         assert ObjectKey.from_bytes(memoryview(key.to_bytes())) == key  # type: ignore[arg-type]
-
-    def test_the_extremes_round_trip(self) -> None:
-        for chunk_hash, name, rank in itertools.product(
-            (b"\0", b"\xff" * 63), ("x", "é" * 512), (0, 2**32 - 1)
-        ):
-            key = ObjectKey(chunk_hash, name, rank)
-            assert ObjectKey.from_bytes(key.to_bytes()) == key
 
     @given(OBJECT_KEYS, st.data())
     def test_other_bytes_are_refused_or_another_key(
@@ -92,6 +84,7 @@ class TestObjectKey:
 
     @pytest.mark.parametrize("name", ["", "x" * 1025, "é" * 513])
     def test_a_model_name_too_long_or_empty_is_refused(self, name: str) -> None:
+        ObjectKey(b"h", "é" * 512, 0)
         with pytest.raises(FormatError, match="1 to 1024 bytes of UTF-8"):
             ObjectKey(b"h", name, 0)
 
@@ -119,12 +112,6 @@ class TestObjectKey:
     def test_a_rank_that_is_no_int_is_refused(self, rank: int) -> None:
         with pytest.raises(FormatError, match="kv_rank is an int"):
             ObjectKey(b"h", "m", rank)
-
-    def test_is_frozen_and_ordered(self) -> None:
-        key = ObjectKey(b"h", "m", 1)
-        with pytest.raises(AttributeError):
-            key.kv_rank = 2  # type: ignore[misc]
-        assert sorted([ObjectKey(b"h", "m", 2), key]) == [key, ObjectKey(b"h", "m", 2)]
 
 
 class TestIntHashes:
@@ -205,12 +192,6 @@ class TestKVRank:
 
 
 class TestShareRank:
-    @pytest.mark.parametrize("shares", [1, 2, 8, 9, 16, 255])
-    def test_is_the_rank_of_a_worker_whose_world_is_on_one_node(self, shares: int) -> None:
-        for share in range(shares):
-            rank = ObjectKey.ComputeKVRank(shares, share, shares, share)
-            assert share_rank(shares, share) == rank
-
     @given(st.integers(0, 255), st.integers(0, 255))
     def test_repeats_its_half(self, shares: int, share: int) -> None:
         expected = bytes((shares, share, shares, share))
@@ -306,11 +287,6 @@ class TestRedisKeys:
     def test_a_namespace_of_another_length_is_refused(self, length: int) -> None:
         with pytest.raises(FormatError, match=f"a namespace has 16 bytes, not {length}"):
             key_stem(bytes(length), "m", 0, 32)
-
-    @pytest.mark.parametrize("length", [0, 64])
-    def test_a_hash_length_out_of_range_is_refused(self, length: int) -> None:
-        with pytest.raises(FormatError, match="the length of a chunk hash is"):
-            key_stem(NAMESPACE, "m", 0, length)
 
     @pytest.mark.parametrize("index", [-1, 2**16])
     def test_a_stripe_index_out_of_range_is_refused(self, index: int) -> None:

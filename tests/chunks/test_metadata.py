@@ -110,12 +110,6 @@ class TestRemoteMetadata:
         assert metadata.shapes == (shape,)
         assert RemoteMetadata.deserialize(metadata.serialize()).dtypes == (torch.bfloat16,)
 
-    def test_dtype_code_1_is_read_as_float16(self) -> None:
-        encoded = bytearray(RemoteMetadata(4, [(2,)], ["float16"], MemoryFormat.EC_TD).serialize())
-        assert encoded[16] == 2
-        encoded[16] = 1
-        assert RemoteMetadata.deserialize(encoded).dtype_names == ("float16",)
-
     def test_a_length_that_the_shapes_contradict_is_refused(self) -> None:
         with pytest.raises(FormatError, match="a chunk of 7 bytes whose shapes and dtypes need 8"):
             RemoteMetadata(7, [(2,), (2,)], ["float16", "float16"], MemoryFormat.PAGES)
@@ -217,26 +211,3 @@ class TestRemoteMetadata:
         except FormatError:
             return
         assert RemoteMetadata.deserialize(metadata.serialize()) == metadata
-
-    def test_is_frozen(self) -> None:
-        with pytest.raises(AttributeError):
-            VECTOR_METADATA.length = 1  # type: ignore[misc]
-
-    def test_lists_and_names_of_torch_are_taken(self) -> None:
-        metadata = RemoteMetadata(
-            28, [[2, 3], (4,)], ["float32", "torch.uint8"], MemoryFormat.KV_2LTD
-        )
-        assert metadata.shapes == ((2, 3), (4,))
-        assert metadata.dtype_names == ("float32", "uint8")
-        again = RemoteMetadata(28, ((2, 3), (4,)), ("float32", "uint8"), MemoryFormat.KV_2LTD)
-        assert metadata == again
-
-    @pytest.mark.parametrize("shapes", [[], [(2,), ()]])
-    def test_the_length_is_free_where_a_shape_is_not_given(
-        self, shapes: list[tuple[int, ...]]
-    ) -> None:
-        RemoteMetadata(12345, shapes, ["uint8"] * len(shapes), MemoryFormat.KV_2LTD)
-
-    def test_one_dtype_for_every_shape(self) -> None:
-        with pytest.raises(FormatError, match="2 shapes but 1 dtypes"):
-            RemoteMetadata(2, [(1,), (1,)], ["uint8"], MemoryFormat.KV_2LTD)
