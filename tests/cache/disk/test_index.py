@@ -12,7 +12,6 @@ import pytest
 
 from lmcache_redis.cache.disk.files import ChunkFiles
 from lmcache_redis.cache.disk.format import disk_bytes
-from lmcache_redis.errors import ConfigError
 from tests.cache.disk.directory import (
     FILE_BYTES,
     Disk,
@@ -37,17 +36,6 @@ def test_the_least_recently_used_goes_first(
     assert held(tier) == [0, *range(3, 12)]
     assert len(files_in(directory)) == 10
     assert disk_use(directory) == tier.used_bytes == 10 * FILE_BYTES
-
-
-def test_a_chunk_stored_again_takes_the_place_of_itself(
-    open_tier: Callable[..., Disk], directory: Path
-) -> None:
-    tier = open_tier()
-    for size in (100, 9000, 1, 100):
-        assert tier.put(key_of(1), payload_of(size, size))
-        assert tier.get(key_of(1)) == payload_of(size, size)
-        assert len(files_in(directory)) == 1
-        assert disk_use(directory) == tier.used_bytes
 
 
 def test_the_limit_holds(
@@ -141,18 +129,3 @@ def test_a_lower_limit_at_a_restart_gives_up_the_oldest(
     tier = open_tier(2 * FILE_BYTES)
     assert 9 not in held(tier)
     assert disk_use(directory) == tier.used_bytes <= 2 * FILE_BYTES
-
-
-def test_what_was_removed_stays_away(open_tier: Callable[..., Disk]) -> None:
-    tier = open_tier()
-    fill(tier, range(4))
-    assert tier.remove(key_of(2))
-    assert not tier.remove(key_of(2))
-    tier.close()
-    assert held(open_tier()) == [0, 1, 3]
-
-
-@pytest.mark.parametrize("limit_bytes", [0, -1])
-def test_a_limit_is_positive(open_tier: Callable[..., Disk], limit_bytes: int) -> None:
-    with pytest.raises(ConfigError, match="limit_bytes"):
-        open_tier(limit_bytes)

@@ -14,6 +14,7 @@ import pytest
 from lmcache_redis.cache.disk import files
 from lmcache_redis.cache.disk.files import ChunkFiles, Scan
 from lmcache_redis.cache.disk.store import DiskStore
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.tiers import CallOutcome, ReadOutcome, RemoveResult, WriteOutcome
 from tests.cache.disk.directory import (
@@ -89,23 +90,6 @@ def test_a_limit_is_positive(directory: Path, limit_bytes: int) -> None:
     assert Store(directory, 1).write(1) is WriteOutcome.FULL
 
 
-def test_bytes_after_a_restart(store: Store) -> None:
-    for number in range(3):
-        store.write(number)
-    again = Store(store.directory)
-    assert again.has(0, 1, 2)
-    assert again.used_bytes == 3 * FILE_BYTES
-    # A file that is written now has a name of its own.
-    assert again.write(2) is WriteOutcome.STORED
-    assert len(files_in(store.directory)) == 3
-    assert again.load(2) is ReadOutcome.LOADED
-    again.takes_all()
-    for number in (0, 1, 2):
-        store.store.remove(store.key(number))
-    for path in files_in(store.directory):
-        path.unlink()
-
-
 def test_bytes_of_chunks_replaced_and_removed(store: Store) -> None:
     for nbytes in (100, 5000, 1):
         assert store.write(1, nbytes) is WriteOutcome.STORED
@@ -154,12 +138,39 @@ def test_evictions_that_cannot_be_told_leave_the_books_right(store: Store) -> No
     assert store.store.find(store.key(5)) is not None
 
 
-def test_a_share_is_not_taken_for_another(store: Store) -> None:
-    key, payload = store.key(1), memoryview(bytearray(100))
-    frame = NAMES.frame(key_of(1), metadata_of(100), 100)
-    assert store.store.write(key, replace(frame, share=3), payload) is WriteOutcome.STORED
-    assert store.store.load(key, replace(frame, share=3), payload) is ReadOutcome.LOADED
-    assert store.store.load(key, replace(frame, share=2), payload) is ReadOutcome.FOREIGN
+def other_metadata(shape: tuple[int, ...], dtype: str) -> bytes:
+    return RemoteMetadata(100, [shape], [dtype], MemoryFormat.UNDEFINED).serialize()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"share": 2},
+        {"fingerprint": b"g" * 32},
+        {"metadata": other_metadata((50, 2), "uint8")},
+        {"metadata": other_metadata((50,), "bfloat16")},
+    ],
+)
+def test_a_chunk_of_another_frame_is_no_hit_and_stays(store: Store, other: Any) -> None:
+    key, payload, into = store.key(1), memoryview(payload_of(1, 100)), bytearray(100)
+    frame = replace(NAMES.frame(key_of(1), metadata_of(100), 100), share=3)
+    assert store.store.write(key, frame, payload) is WriteOutcome.STORED
+    assert store.store.load(key, replace(frame, **other), memoryview(into)) is ReadOutcome.FOREIGN
+    assert into == bytes(100)
+    assert store.store.load(key, frame, memoryview(into)) is ReadOutcome.LOADED
+    assert into == payload
+
+
+def test_a_limit_that_is_lowered_holds_from_the_next_write_on(store: Store) -> None:
+    for number in range(4):
+        store.write(number)
+    store.store.limit_bytes = 2 * FILE_BYTES
+    store.write(4)
+    assert store.has(3, 4)
+    assert store.used_bytes == disk_use(store.directory) == 2 * FILE_BYTES
+    store.store.limit_bytes = 3 * FILE_BYTES
+    store.write(5)
+    assert store.has(3, 4, 5)
 
 
 def test_larger_files_that_are_evicted_leave_their_surplus(store: Store) -> None:
