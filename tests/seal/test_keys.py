@@ -191,17 +191,13 @@ def test_every_other_byte_of_the_header_is_authenticated() -> None:
         assert opened(keys, changed, payload) is expected, at
 
 
-@pytest.mark.parametrize("at", [0, 100, len(PAYLOAD) - 1])
-def test_every_byte_of_the_payload_is_authenticated(at: int) -> None:
+def test_another_payload_is_none() -> None:
     keys = SealKeys([ONE])
     header, payload = sealed(keys)
-    payload[at] ^= 1
-    assert opened(keys, header, payload) is Opened.FORGED
-
-
-def test_a_payload_of_another_length_is_none() -> None:
-    keys = SealKeys([ONE])
-    header, payload = sealed(keys)
+    for at in (0, 100, len(PAYLOAD) - 1):
+        changed = bytearray(payload)
+        changed[at] ^= 1
+        assert opened(keys, header, changed) is Opened.FORGED
     assert opened(keys, header, payload[:-1]) is Opened.FORGED
     assert opened(keys, header, payload + b"x") is Opened.FORGED
 
