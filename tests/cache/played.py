@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -194,6 +194,22 @@ class World:
         """Counters that are not zero."""
         found = self.metrics.snapshot()
         return {name: n for name, n in found.items() if n and name.startswith(beginning)}
+
+    def listen(self) -> list[tuple[bytes, int | None, bool]]:
+        """What the pool tells of changes from now on."""
+        told: list[tuple[bytes, int | None, bool]] = []
+        self.cache.pool.on_change = lambda *change: told.append(change)
+        return told
+
+    def pass_time(self, seconds: float) -> None:
+        """For the owner it is so much later from now on, and what is due then has run."""
+        now = self.loop.now
+        self.loop.now = lambda: now() + seconds
+        self.loop.run_due()
+
+    def release(self, held: Iterable[Entry]) -> None:
+        for entry in held:
+            self.cache.pool.unpin(entry)
 
     def run(self, until: Callable[[], object]) -> None:
         run_until(self.loop, until)

@@ -11,7 +11,7 @@ import pytest
 from lmcache_redis.cache import schedule
 from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry
-from lmcache_redis.cache.schedule import GIVE_WAY_S, PendingWrite, WriteScheduler
+from lmcache_redis.cache.schedule import PendingWrite, WriteScheduler
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
 
 FORM = ChunkForm.of(ChunkNames(bytes(32)), "test/model", 0, opaque_pages(100), 100)
@@ -102,17 +102,6 @@ def test_one_write_begins_whatever_its_size(
     monkeypatch.setattr(schedule, "IN_FLIGHT_BYTES", 10)
     add(writes, write_of(0), write_of(1))
     assert positions(writes.begin(NOW)) == [0]
-
-
-def test_writes_give_way_to_loads_for_a_second(writes: WriteScheduler, loads: TransferRate) -> None:
-    add(writes, write_of(0))
-    (first,) = writes.begin(NOW)
-    writes.ended(first)
-    loads.begun(1, NOW)
-    add(writes, write_of(1), write_of(2, deadline=NOW + 9))
-    assert writes.begin(NOW + 0.5) == []
-    assert writes.next_s(NOW + 0.5) == NOW + GIVE_WAY_S
-    assert positions(writes.begin(NOW + GIVE_WAY_S)) == [1, 2]
 
 
 def test_a_stop_waits_for_nothing(writes: WriteScheduler, loads: TransferRate) -> None:
