@@ -7,7 +7,6 @@ What decides is the product's: `PrefillRate` in the engine, `Computing`,
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from lmcache_redis.tiers import (
 )
 from tests.cache.played import FORM, PlayedTier, World
 from tests.harness import block_hashes
+from tests.simulated import world as simulation
 
 CHUNK_TOKENS = 256
 COPY_S = 0.002  # of a hit into the engine's blocks
@@ -38,22 +38,11 @@ STEP_S = 0.001  # of a step beside its tokens
 BUDGET_TOKENS = 2048  # of a step
 
 
-class Clock:
-    """A simulated clock of the owner, and what happens when."""
+class Clock(simulation.World):
+    """The time of an owner and of what happens."""
 
     def __init__(self) -> None:
-        self.now_s = 1000.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def at(self, due_s: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (due_s, next(self._order), action))
-
-    def after(self, delay_s: float, action: Callable[[], None]) -> None:
-        self.at(self.now_s + delay_s, action)
+        super().__init__(seed=1)
 
     def run(self, world: World, until: Callable[[], bool]) -> None:
         end_s = self.now_s + 600
@@ -62,14 +51,8 @@ class Clock:
             while world.loop._posted:
                 world.loop.run_posted()
             due_s = self.now_s + world.loop.run_due()
-            if world.loop._posted:
-                continue
-            if self._events and self._events[0][0] <= due_s:
-                due_s, _, action = heapq.heappop(self._events)
-                self.now_s = max(self.now_s, due_s)
-                action()
-            else:
-                self.now_s = due_s + 1e-9
+            if not (world.loop._posted or self.run_one(due_s)):
+                self.now_s += 1e-9
 
 
 class Link(PlayedTier):
@@ -88,7 +71,7 @@ class Link(PlayedTier):
         chunk_bytes: int = 2 << 20,
     ) -> None:
         super().__init__("Redis")
-        self.clock = self.now = clock
+        self.clock, self.now = clock, clock.now
         self.bytes_per_s = bytes_per_s
         self.latency_s = latency_s
         self.burst_bytes = burst_bytes
@@ -182,7 +165,7 @@ class SimulatedEngine:
     def new_agent(self) -> None:
         """An agent that knows nothing of the link and of the engine."""
         tiers = [] if self.link is None else [(self.link, REDIS)]
-        self.world = World(tiers, slots=4096, now=self.clock)
+        self.world = World(tiers, slots=4096, now=self.clock.now)
         self.computing = Computing()
 
     # The user
@@ -297,8 +280,7 @@ class SimulatedEngine:
         def found(lookup: PrefixLookup) -> None:
             tokens = (chunks - lookup.bound) * CHUNK_TOKENS
             self.computing.answered(request.request_id, tokens, self.clock.now_s)
-            for entry in lookup.parts.take().values():
-                self.world.cache.pool.unpin(entry)
+            self.world.release(lookup.parts.take().values())
             self._send(lambda: answered(lookup.bound))
 
         def answered(chunks: int) -> None:

@@ -45,8 +45,7 @@ class Hot(World):
 
         PrefixLookup(self.cache, LookupRequest([FORM], HASHES, math.inf), answer).start()
         self.loop.run_posted()
-        for entry in self.held.values():
-            self.cache.pool.unpin(entry)
+        self.release(self.held.values())
         return asked
 
     def answer(self, tier: PlayedTier, result: ExistsResult) -> None:
@@ -99,8 +98,7 @@ def written_again(hot: Hot) -> list[Entry]:
 
 
 def test_what_a_tier_lacks_is_written_to_it_again(hot: Hot) -> None:
-    told: list[tuple[bytes, int | None, bool]] = []
-    hot.cache.pool.on_change = lambda *change: told.append(change)
+    told = hot.listen()
     hot.look_up()
     hot.answer(hot.redis, ExistsResult(CallOutcome.DONE, [True, False, True, False, True]))
     assert told == [(FORM.key(name), 1, n % 2 == 0) for n, name in enumerate(HASHES)]
@@ -109,19 +107,8 @@ def test_what_a_tier_lacks_is_written_to_it_again(hot: Hot) -> None:
     assert hot.disk.written == []
 
 
-@pytest.mark.parametrize("outcome", [CallOutcome.TIMED_OUT, CallOutcome.UNAVAILABLE])
-def test_a_tier_that_does_not_say_lacks_nothing(hot: Hot, outcome: CallOutcome) -> None:
-    hot.look_up()
-    hot.answer(hot.redis, ExistsResult(outcome))
-    assert hot.redis.refreshed == []
-    hot.age()
-    hot.look_up()
-    assert len(hot.redis.refreshed) == 1
-
-
 def test_what_is_not_known_is_neither_written_nor_absent(hot: Hot) -> None:
-    told: list[tuple[bytes, int | None, bool]] = []
-    hot.cache.pool.on_change = lambda *change: told.append(change)
+    told = hot.listen()
     hot.look_up()
     hot.answer(hot.redis, ExistsResult(CallOutcome.DONE, [None, False, None, True, None]))
     assert told == [(hot.entries[n].key, 1, n == 3) for n in (1, 3)]
@@ -152,8 +139,7 @@ def test_what_is_loaded_is_not_reported(hot: Hot) -> None:
     hot.redis.read_done(job, ReadOutcome.LOADED)
     hot.run(lambda: held and hot.redis.refreshed)
     assert [chunks for chunks, _ in hot.redis.refreshed] == [CHUNKS[1:]]
-    for entry in held:
-        hot.cache.pool.unpin(entry)
+    hot.release(held)
     hot.run(lambda: hot.disk.written)  # what comes from Redis goes to the disk
     hot.disk.write_done(hot.disk.written[0], WriteOutcome.STORED)
     hot.loop.run_posted()

@@ -19,7 +19,6 @@ from lmcache_redis.chunks.names import ChunkForm, opaque_pages
 from lmcache_redis.tier_kinds import DISK, REDIS
 from lmcache_redis.tiers import (
     CallOutcome,
-    ChunkIO,
     ExistsResult,
     LastError,
     Operation,
@@ -66,6 +65,12 @@ class Tiers(World):
         lookup.start()
         return lookup
 
+    def begin(self, name: str, chunks: int, **how: Any) -> PrefixLookup:
+        """A lookup of another prompt, all of which Redis has."""
+        lookup = self.look_up(hashes=block_hashes(name, chunks), **how)
+        self.answer_scan(chunks)
+        return lookup
+
     def answer_scan(self, length: int, outcome: CallOutcome = CallOutcome.DONE) -> None:
         _, done = self.redis.scanned.pop(0)
         done(ScanResult(outcome, length))
@@ -89,9 +94,10 @@ class Tiers(World):
 
     def give_back(self) -> None:
         for held in self.held:
-            for entry in held.values():
-                self.cache.pool.unpin(entry)
+            self.release(held.values())
         self.held.clear()
+        for _ in range(3):  # who waits for room
+            self.loop.run_posted()
 
 
 @pytest.fixture
@@ -122,6 +128,20 @@ def make() -> Iterator[Callable[..., Tiers]]:
 @pytest.fixture
 def tiers(make: Callable[..., Tiers]) -> Tiers:
     return make()
+
+
+@pytest.fixture
+def diskless(tiers: Tiers) -> Tiers:
+    tiers.disk.is_up = False
+    return tiers
+
+
+@pytest.fixture
+def narrow(make: Callable[..., Tiers]) -> Tiers:
+    """A pool of 15 slots, of which a chunk takes three, and no disk."""
+    tiers = make(15)
+    tiers.disk.is_up = False
+    return tiers
 
 
 def test_each_chunk_comes_from_the_first_place_that_has_it(tiers: Tiers) -> None:
@@ -156,8 +176,7 @@ def test_each_chunk_comes_from_the_first_place_that_has_it(tiers: Tiers) -> None
 
 
 def test_a_listener_hears_what_the_tiers_were_found_to_have(tiers: Tiers) -> None:
-    told: list[tuple[bytes, int | None, bool]] = []
-    tiers.cache.pool.on_change = lambda *change: told.append(change)
+    told = tiers.listen()
     tiers.disk.index = {KEYS[1]}
     tiers.look_up()
     tiers.answer_scan(2)
@@ -203,19 +222,6 @@ def test_a_load_that_fails_ends_the_prefix(
     assert len(tiers.cache.pool) == 2
 
 
-def test_what_the_pool_has_no_room_for_is_loaded_later(make: Callable[..., Tiers]) -> None:
-    """Chunks of three slots in a pool of ten: the beginning has priority."""
-    tiers = make(10)
-    tiers.hold(HASHES[4])
-    tiers.look_up()
-    tiers.answer_scan(4)
-    assert [job.key for job in tiers.redis.read] == KEYS[:2]
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert tiers.found == [(5, {"disk": 0, "Redis": 4})]
-    assert sorted(chunk for chunk, _ in tiers.held[0]) == [0, 1, 4]
-    assert tiers.counted("miss_") == {}
-
-
 def test_a_chunk_larger_than_the_pool_is_a_miss(make: Callable[..., Tiers]) -> None:
     tiers = make(2)
     tiers.look_up()
@@ -234,8 +240,9 @@ def test_a_pool_of_one_chunk_serves_it(make: Callable[..., Tiers]) -> None:
 
 
 def test_a_deadline_answers_with_what_is_held(tiers: Tiers) -> None:
-    tiers.look_up(within_s=0.05)
+    lookup = tiers.look_up(within_s=0.05)
     tiers.answer_scan(5)
+    assert {job.deadline for job in tiers.redis.read} == {lookup._request.deadline_s}
     tiers.end(tiers.redis, ReadOutcome.LOADED, ReadOutcome.LOADED)
     tiers.run(lambda: tiers.found)
     assert tiers.found == [(2, {"disk": 0, "Redis": 2})]
@@ -243,18 +250,6 @@ def test_a_deadline_answers_with_what_is_held(tiers: Tiers) -> None:
     assert tiers.counted("miss_") == {"miss_deadline": 3}
     assert [job.key for job in tiers.redis.cancelled] == KEYS[2:]
     tiers.end(tiers.redis, rest=ReadOutcome.CANCELLED)
-
-
-def test_the_deadline_is_that_of_the_request(tiers: Tiers) -> None:
-    """To the owner's timer, the tier's questions and its loads."""
-    before_s = time.monotonic()
-    lookup = tiers.look_up(within_s=500.0)
-    tiers.answer_scan(5)
-    due_s = [due_s for due_s, _, timer in tiers.loop._heap if timer.action == lookup._expire]
-    assert len(due_s) == 1
-    assert before_s + 500.0 <= due_s[0] < before_s + 501.0
-    assert {job.deadline for job in tiers.redis.read} == {due_s[0]}
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
 
 
 def test_an_answer_after_the_end_changes_nothing(tiers: Tiers) -> None:
@@ -303,17 +298,6 @@ def test_a_tier_that_cannot_be_asked_ends_the_prefix(
     assert tiers.found == [(1, {"disk": 0, "Redis": 0})]
     assert tiers.counted() == {counter: 4, "lookups_failed": 1}
     assert lookup.end.reasons == {reason}
-
-
-def test_a_chunk_counts_when_every_rank_has_its_part(tiers: Tiers) -> None:
-    tiers.look_up(FORM, SECOND_RANK)
-    (keys, _) = tiers.redis.scanned[0]
-    assert len(keys) == 10
-    tiers.answer_scan(5)  # two chunks, and one rank of the third
-    assert len(tiers.redis.read) == 4
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert tiers.found == [(2, {"disk": 0, "Redis": 2})]
-    assert sorted(tiers.held[0]) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_a_cancelled_lookup_gives_everything_back(tiers: Tiers) -> None:
@@ -393,187 +377,140 @@ def test_a_tier_that_breaks_keeps_the_slots_of_what_it_took(
     assert len(tiers.cache.pool) == 0
 
 
-def test_jobs_carry_what_a_tier_needs(tiers: Tiers) -> None:
-    tiers.look_up()
-    tiers.answer_scan(1)
-    (job,) = tiers.redis.read
-    assert isinstance(job, ChunkIO)
-    assert (job.key, job.frame) == (KEYS[0], FORM.frame(HASHES[0]))
-    assert [len(slot) for slot in job.slots] == [64, 64, 32]
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-
-
 # --------------------------------------------------------- the line for room
 
 
-def test_a_full_pool_is_a_queue(make: Callable[..., Tiers]) -> None:
+def test_a_full_pool_is_a_queue(narrow: Tiers) -> None:
     """Chunks of three slots in a pool of 15: each lookup needs it all. First come, first served."""
-    tiers = make(15)
-    tiers.disk.is_up = False
     prompts = [block_hashes(name, 5) for name in ("first", "second", "third")]
     for prompt in prompts:
-        tiers.look_up(hashes=prompt)
-        tiers.answer_scan(5)
+        narrow.look_up(hashes=prompt)
+        narrow.answer_scan(5)
     for number, prompt in enumerate(prompts, 1):
-        assert [job.key for job in tiers.redis.read] == [FORM.key(name) for name in prompt]
-        assert tiers.cache.pool.pinned == 15
-        tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-        assert len(tiers.found) == number
-        tiers.give_back()
-        for _ in range(2):
-            tiers.loop.run_posted()
-    assert tiers.found == [(5, {"disk": 0, "Redis": 5})] * 3
-    assert tiers.counted("miss_") == {}
+        assert [job.key for job in narrow.redis.read] == [FORM.key(name) for name in prompt]
+        assert narrow.cache.pool.pinned == 15
+        narrow.end(narrow.redis, rest=ReadOutcome.LOADED)
+        assert len(narrow.found) == number
+        narrow.give_back()
+    assert narrow.found == [(5, {"disk": 0, "Redis": 5})] * 3
+    assert narrow.counted("miss_") == {}
 
 
-def test_the_urgent_come_first_in_the_line(make: Callable[..., Tiers]) -> None:
-    tiers = make(15)
-    tiers.disk.is_up = False
+def test_the_urgent_come_first_in_the_line(narrow: Tiers) -> None:
     names = ("first", "waits", "urgent", "urgent too")
     for name in names:
-        tiers.look_up(hashes=block_hashes(name, 5), urgent=name.startswith("urgent"))
-        tiers.answer_scan(5)
+        narrow.begin(name, 5, urgent=name.startswith("urgent"))
     for name in (names[0], *names[2:], names[1]):
-        assert tiers.redis.read[0].key == FORM.key(block_hashes(name, 5)[0])
-        tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-        tiers.give_back()
-        for _ in range(2):
-            tiers.loop.run_posted()
+        assert narrow.redis.read[0].key == FORM.key(block_hashes(name, 5)[0])
+        narrow.end(narrow.redis, rest=ReadOutcome.LOADED)
+        narrow.give_back()
 
 
-def test_a_waiting_lookup_holds_nothing(
-    make: Callable[..., Tiers],
-) -> None:
-    tiers = make(15)
-    tiers.disk.is_up = False
-    tiers.hold(HASHES[0])
-    tiers.look_up(hashes=block_hashes("another", 4))
-    tiers.answer_scan(4)
-    tiers.look_up()
-    tiers.answer_scan(4)
-    assert tiers.cache.pool.pinned == 12, "the chunk in the pool is not pinned"
-    tiers.look_up(hashes=[HASHES[0]])
-    assert tiers.found == [(1, {"disk": 0, "Redis": 0})], "it needs no room"
-    tiers.give_back()
-    tiers.cache.pool.discard(tiers.cache.pool.get(KEYS[0]))  # type: ignore[arg-type]
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    tiers.give_back()
-    for _ in range(2):
-        tiers.loop.run_posted()
-    (keys, _) = tiers.redis.scanned[0]
+def test_a_waiting_lookup_holds_nothing(narrow: Tiers) -> None:
+    narrow.hold(HASHES[0])
+    narrow.begin("another", 4)
+    narrow.look_up()
+    narrow.answer_scan(4)
+    assert narrow.cache.pool.pinned == 12, "the chunk in the pool is not pinned"
+    narrow.look_up(hashes=[HASHES[0]])
+    assert narrow.found == [(1, {"disk": 0, "Redis": 0})], "it needs no room"
+    narrow.give_back()
+    narrow.cache.pool.discard(narrow.cache.pool.get(KEYS[0]))  # type: ignore[arg-type]
+    narrow.end(narrow.redis, rest=ReadOutcome.LOADED)
+    narrow.give_back()
+    (keys, _) = narrow.redis.scanned[0]
     assert keys == [KEYS[0]], "the others are known to be there"
-    tiers.answer_scan(1)
-    assert [job.key for job in tiers.redis.read] == KEYS
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert tiers.found[-1] == (5, {"disk": 0, "Redis": 5})
+    narrow.answer_scan(1)
+    assert [job.key for job in narrow.redis.read] == KEYS
+    narrow.end(narrow.redis, rest=ReadOutcome.LOADED)
+    assert narrow.found[-1] == (5, {"disk": 0, "Redis": 5})
 
 
-def test_who_leaves_the_queue_wakes_the_next(make: Callable[..., Tiers]) -> None:
+def test_who_leaves_the_queue_wakes_the_next(narrow: Tiers) -> None:
     """The first one waits for more room than there is, the next one for less."""
-    tiers = make(15)
-    tiers.disk.is_up = False
-    tiers.look_up(hashes=block_hashes("another", 3))
-    tiers.answer_scan(3)
-    first = tiers.look_up()
-    tiers.answer_scan(5)
-    tiers.look_up(hashes=block_hashes("next", 2))
-    tiers.answer_scan(2)
-    assert len(tiers.redis.read) == 3, "it is not its turn"
+    narrow.begin("another", 3)
+    first = narrow.look_up()
+    narrow.answer_scan(5)
+    narrow.begin("next", 2)
+    assert len(narrow.redis.read) == 3, "it is not its turn"
     first.cancel()
-    tiers.loop.run_posted()
-    assert len(tiers.redis.read) == 3 + 2
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert [length for length, _ in tiers.found] == [3, 2]
+    narrow.loop.run_posted()
+    assert len(narrow.redis.read) == 3 + 2
+    narrow.end(narrow.redis, rest=ReadOutcome.LOADED)
+    assert [length for length, _ in narrow.found] == [3, 2]
 
 
-def test_those_that_have_room_load_side_by_side(make: Callable[..., Tiers]) -> None:
-    tiers = make(15)
-    tiers.disk.is_up = False
+def test_those_that_have_room_load_side_by_side(narrow: Tiers) -> None:
     for name, count in (("another", 4), ("first", 2), ("second", 2)):
-        tiers.look_up(hashes=block_hashes(name, count))
-        tiers.answer_scan(count)
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    tiers.give_back()
-    for _ in range(3):
-        tiers.loop.run_posted()
-    assert len(tiers.redis.read) == 2 + 2
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert [length for length, _ in tiers.found] == [4, 2, 2]
+        narrow.begin(name, count)
+    narrow.end(narrow.redis, rest=ReadOutcome.LOADED)
+    narrow.give_back()
+    assert len(narrow.redis.read) == 2 + 2
+    narrow.end(narrow.redis, rest=ReadOutcome.LOADED)
+    assert [length for length, _ in narrow.found] == [4, 2, 2]
 
 
-def test_many_parts_begin_in_slices(
-    make: Callable[..., Tiers], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_parts_begin_in_slices(diskless: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other actions of the owner have their turns, and nothing is answered before the last."""
     monkeypatch.setattr(parts, "_SOME_PARTS", 2)
-    tiers = make()
-    tiers.disk.is_up = False
-    tiers.look_up()
-    tiers.answer_scan(5)
-    assert [job.key for job in tiers.redis.read] == KEYS[:2]
-    tiers.loop.run_posted()
-    assert [job.key for job in tiers.redis.read] == KEYS[:4]
-    for job in tiers.redis.read:
-        tiers.redis.read_done(job, ReadOutcome.LOADED)
-    tiers.redis.read.clear()
-    tiers.loop.run_posted()
-    assert tiers.found == []
-    assert [job.key for job in tiers.redis.read] == KEYS[4:]
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert tiers.found == [(5, {"disk": 0, "Redis": 5})]
+    diskless.look_up()
+    diskless.answer_scan(5)
+    assert [job.key for job in diskless.redis.read] == KEYS[:2]
+    diskless.loop.run_posted()
+    assert [job.key for job in diskless.redis.read] == KEYS[:4]
+    for job in diskless.redis.read:
+        diskless.redis.read_done(job, ReadOutcome.LOADED)
+    diskless.redis.read.clear()
+    diskless.loop.run_posted()
+    assert diskless.found == []
+    assert [job.key for job in diskless.redis.read] == KEYS[4:]
+    diskless.end(diskless.redis, rest=ReadOutcome.LOADED)
+    assert diskless.found == [(5, {"disk": 0, "Redis": 5})]
 
 
 def test_a_part_that_another_lookup_loads_meanwhile_is_shared(
-    make: Callable[..., Tiers], monkeypatch: pytest.MonkeyPatch
+    diskless: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "_SOME_PARTS", 2)
-    tiers = make()
-    tiers.disk.is_up = False
-    tiers.look_up()
-    tiers.look_up(hashes=HASHES[3:])
-    while tiers.redis.scanned:
-        tiers.answer_scan(len(tiers.redis.scanned[0][0]))
-    tiers.loop.run_posted()
-    assert sorted(job.key for job in tiers.redis.read) == sorted(KEYS)
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert sorted(tiers.found) == [(2, {"disk": 0, "Redis": 1}), (5, {"disk": 0, "Redis": 4})]
+    diskless.look_up()
+    diskless.look_up(hashes=HASHES[3:])
+    while diskless.redis.scanned:
+        diskless.answer_scan(len(diskless.redis.scanned[0][0]))
+    diskless.loop.run_posted()
+    assert sorted(job.key for job in diskless.redis.read) == sorted(KEYS)
+    diskless.end(diskless.redis, rest=ReadOutcome.LOADED)
+    assert sorted(diskless.found) == [(2, {"disk": 0, "Redis": 1}), (5, {"disk": 0, "Redis": 4})]
 
 
 def test_room_that_is_gone_before_the_last_slice_ends_the_prefix(
-    make: Callable[..., Tiers], monkeypatch: pytest.MonkeyPatch
+    narrow: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "_SOME_PARTS", 2)
-    tiers = make(15)
-    tiers.disk.is_up = False
-    tiers.look_up()
-    _, done = tiers.redis.scanned.pop(0)
+    narrow.look_up()
+    _, done = narrow.redis.scanned.pop(0)
     done(ScanResult(CallOutcome.DONE, 5))
-    tiers.loop._posted.append(lambda: tiers.cache.pool.pin(tiers.hold(b"o" * 32)))
-    tiers.loop.run_posted()
-    tiers.loop.run_posted()
-    tiers.loop.run_posted()
-    assert len(tiers.redis.read) == 4
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert tiers.found == [(4, {"disk": 0, "Redis": 4})]
-    tiers.cache.pool.unpin(tiers.cache.pool.get(FORM.key(b"o" * 32)))  # type: ignore[arg-type]
+    narrow.loop._posted.append(lambda: narrow.cache.pool.pin(narrow.hold(b"o" * 32)))
+    narrow.loop.run_posted()
+    narrow.loop.run_posted()
+    narrow.loop.run_posted()
+    assert len(narrow.redis.read) == 4
+    narrow.end(narrow.redis, rest=ReadOutcome.LOADED)
+    assert narrow.found == [(4, {"disk": 0, "Redis": 4})]
+    narrow.cache.pool.unpin(narrow.cache.pool.get(FORM.key(b"o" * 32)))  # type: ignore[arg-type]
 
 
-def test_the_deadline_ends_the_wait(make: Callable[..., Tiers]) -> None:
-    tiers = make(15)
-    tiers.disk.is_up = False
-    tiers.hold(HASHES[0])
-    tiers.look_up(hashes=block_hashes("another", 4))
-    tiers.answer_scan(4)
-    waiting = tiers.look_up(within_s=0.05)
-    tiers.answer_scan(4)
-    behind = tiers.look_up(hashes=block_hashes("a third", 5))
-    tiers.answer_scan(5)
-    tiers.run(lambda: tiers.found)
-    assert tiers.found == [(1, {"disk": 0, "Redis": 0})]
+def test_the_deadline_ends_the_wait(narrow: Tiers) -> None:
+    narrow.hold(HASHES[0])
+    narrow.begin("another", 4)
+    waiting = narrow.look_up(within_s=0.05)
+    narrow.answer_scan(4)
+    behind = narrow.begin("a third", 5)
+    narrow.run(lambda: narrow.found)
+    assert narrow.found == [(1, {"disk": 0, "Redis": 0})]
     assert waiting.end.reasons == {"the host pool was full", "the lookup deadline passed"}
     behind.cancel()
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert not len(tiers.cache.waiting)
+    narrow.end(narrow.redis, rest=ReadOutcome.LOADED)
+    assert not len(narrow.cache.waiting)
 
 
 # ------------------------------------------------------------- worth loading
@@ -630,26 +567,25 @@ def test_loading_while_others_are_computed_costs_nothing(tiers: Tiers) -> None:
     assert tiers.found == [(2, {"disk": 0, "Redis": 2})]
 
 
-def test_a_load_that_falls_behind_is_cut(tiers: Tiers) -> None:
-    tiers.disk.is_up = False
-    measured(tiers, FORM.chunk_bytes * 1000.0)
-    lookup = tiers.look_up(computing=computing(0.05))
-    tiers.answer_scan(5)
-    tiers.end(tiers.redis, ReadOutcome.LOADED, ReadOutcome.LOADED)
+def test_a_load_that_falls_behind_is_cut(diskless: Tiers) -> None:
+    measured(diskless, FORM.chunk_bytes * 1000.0)
+    lookup = diskless.look_up(computing=computing(0.05))
+    diskless.answer_scan(5)
+    diskless.end(diskless.redis, ReadOutcome.LOADED, ReadOutcome.LOADED)
     began_s = time.monotonic()
-    tiers.run(lambda: tiers.found)
+    diskless.run(lambda: diskless.found)
     assert time.monotonic() - began_s < 10
-    assert tiers.found == [(2, {"disk": 0, "Redis": 2})]
+    assert diskless.found == [(2, {"disk": 0, "Redis": 2})]
     assert lookup.end.reasons == {"loading took too long"}
-    assert tiers.counted("lookups_") == {"lookups_cut": 1}
-    assert tiers.counted("miss_") == {"miss_slower": 3}
-    assert sorted(job.key for job in tiers.redis.cancelled) == sorted(KEYS[2:])
-    tiers.end(tiers.redis, rest=ReadOutcome.CANCELLED)
+    assert diskless.counted("lookups_") == {"lookups_cut": 1}
+    assert diskless.counted("miss_") == {"miss_slower": 3}
+    assert sorted(job.key for job in diskless.redis.cancelled) == sorted(KEYS[2:])
+    diskless.end(diskless.redis, rest=ReadOutcome.CANCELLED)
     # The rate has the time in which nothing arrived.
-    tiers.cache.pool.clear()
-    tiers.look_up(computing=computing(1e-7))
-    assert tiers.redis.scanned == []
-    assert tiers.found[1:] == [(0, {"disk": 0, "Redis": 0})]
+    diskless.cache.pool.clear()
+    diskless.look_up(computing=computing(1e-7))
+    assert diskless.redis.scanned == []
+    assert diskless.found[1:] == [(0, {"disk": 0, "Redis": 0})]
 
 
 def test_a_tier_that_does_not_answer_is_given_up(tiers: Tiers) -> None:
@@ -704,15 +640,11 @@ def test_a_tier_whose_reads_fail_is_not_slow(
     )
 
 
-def test_a_lookup_that_was_cancelled_asks_nothing(
-    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lookup_that_was_cancelled_asks_nothing(tiers: Tiers) -> None:
     tiers.redis.is_probed = False
     tiers.look_up().cancel()
     tiers.redis.is_probed = True
-    monotonic = time.monotonic
-    monkeypatch.setattr(tiers.loop, "now", lambda: monotonic() + 1)
-    tiers.loop.run_due()
+    tiers.pass_time(1)
     assert tiers.redis.scanned == []
 
 
@@ -724,86 +656,76 @@ def test_a_tier_that_has_answered_is_not_given_up_later(
     tiers.look_up(computing=computing(0.01))
     tiers.answer_scan(0)
     assert [length for length, _ in tiers.found] == [0]
-    monotonic = time.monotonic
-    monkeypatch.setattr(tiers.loop, "now", lambda: monotonic() + 120)
-    tiers.loop.run_due()
+    tiers.pass_time(120)
     assert given_up == []
 
 
-def test_one_chunk_shows_the_rate_and_the_rest_follows(tiers: Tiers) -> None:
-    tiers.disk.is_up = False
-    tiers.look_up(computing=computing(100.0))
-    tiers.answer_scan(5)
-    assert [job.key for job in tiers.redis.read] == KEYS[:1]
-    tiers.end(tiers.redis, ReadOutcome.LOADED)
-    assert [job.key for job in tiers.redis.read] == KEYS[1:]
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert tiers.found == [(5, {"disk": 0, "Redis": 4})]
-    assert tiers.counted("probes") == {"probes": 1}
+def test_one_chunk_shows_the_rate_and_the_rest_follows(diskless: Tiers) -> None:
+    diskless.look_up(computing=computing(100.0))
+    diskless.answer_scan(5)
+    assert [job.key for job in diskless.redis.read] == KEYS[:1]
+    diskless.end(diskless.redis, ReadOutcome.LOADED)
+    assert [job.key for job in diskless.redis.read] == KEYS[1:]
+    diskless.end(diskless.redis, rest=ReadOutcome.LOADED)
+    assert diskless.found == [(5, {"disk": 0, "Redis": 4})]
+    assert diskless.counted("probes") == {"probes": 1}
 
 
-def test_what_a_store_is_gathering_is_waited_for(tiers: Tiers) -> None:
+def test_what_a_store_is_gathering_is_waited_for(diskless: Tiers) -> None:
     """It says nothing of a tier, and needs none."""
-    tiers.disk.is_up = False
-    entry = tiers.cache.reserve(FORM, HASHES[0])
+    entry = diskless.cache.reserve(FORM, HASHES[0])
     assert entry is not None
-    tiers.look_up(computing=computing(1.0), hashes=HASHES[:1])
-    assert (tiers.found, tiers.redis.scanned) == ([], [])
-    tiers.cache.publish(entry)
-    assert tiers.found == [(1, {"disk": 0, "Redis": 0})]
+    diskless.look_up(computing=computing(1.0), hashes=HASHES[:1])
+    assert (diskless.found, diskless.redis.scanned) == ([], [])
+    diskless.cache.publish(entry)
+    assert diskless.found == [(1, {"disk": 0, "Redis": 0})]
 
 
-def test_lookups_side_by_side_wait_for_one_chunk(tiers: Tiers) -> None:
-    tiers.disk.is_up = False
+def test_lookups_side_by_side_wait_for_one_chunk(diskless: Tiers) -> None:
     for name in ("one", "two"):
-        tiers.look_up(computing=computing(100.0), hashes=block_hashes(name, 2))
-        tiers.answer_scan(2)
-    assert len(tiers.redis.read) == 1
-    tiers.end(tiers.redis, ReadOutcome.LOADED)
-    assert len(tiers.redis.read) == 3
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert [length for length, _ in tiers.found] == [2, 2]
+        diskless.look_up(computing=computing(100.0), hashes=block_hashes(name, 2))
+        diskless.answer_scan(2)
+    assert len(diskless.redis.read) == 1
+    diskless.end(diskless.redis, ReadOutcome.LOADED)
+    assert len(diskless.redis.read) == 3
+    diskless.end(diskless.redis, rest=ReadOutcome.LOADED)
+    assert [length for length, _ in diskless.found] == [2, 2]
 
 
-def test_a_chunk_that_fails_to_show_the_rate_is_not_tried_again(tiers: Tiers) -> None:
+def test_a_chunk_that_fails_to_show_the_rate_is_not_tried_again(diskless: Tiers) -> None:
     """The engine is busy, so it could be waited for."""
-    tiers.disk.is_up = False
     engine = computing(1.0, busy_s=60.0)
-    tiers.look_up(computing=engine)
-    tiers.answer_scan(5)
-    tiers.end(tiers.redis, ReadOutcome.UNAVAILABLE)
-    assert tiers.found == [(0, {"disk": 0, "Redis": 0})]
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+    diskless.look_up(computing=engine)
+    diskless.answer_scan(5)
+    diskless.end(diskless.redis, ReadOutcome.UNAVAILABLE)
+    assert diskless.found == [(0, {"disk": 0, "Redis": 0})]
+    diskless.end(diskless.redis, rest=ReadOutcome.LOADED)
 
 
-def test_room_is_waited_for_as_long_as_computing_takes(make: Callable[..., Tiers]) -> None:
-    tiers = make(15)
-    tiers.disk.is_up = False
-    measured(tiers, FORM.chunk_bytes * 1e6)
-    tiers.look_up(hashes=block_hashes("another", 5))
-    tiers.answer_scan(5)
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    waiting = tiers.look_up(computing=computing(0.02))
-    tiers.answer_scan(5)
-    tiers.run(waiting.end.reasons.copy)
-    assert len(tiers.found) == 1
-    tiers.run(lambda: len(tiers.found) == 2)
-    assert tiers.found[1] == (0, {"disk": 0, "Redis": 0})
-    assert tiers.counted("lookups_") == {"lookups_cut": 1}
-    (_, rate) = tiers.cache.rates
+def test_room_is_waited_for_as_long_as_computing_takes(narrow: Tiers) -> None:
+    measured(narrow, FORM.chunk_bytes * 1e6)
+    narrow.begin("another", 5)
+    narrow.end(narrow.redis, rest=ReadOutcome.LOADED)
+    waiting = narrow.look_up(computing=computing(0.02))
+    narrow.answer_scan(5)
+    narrow.run(waiting.end.reasons.copy)
+    assert len(narrow.found) == 1
+    narrow.run(lambda: len(narrow.found) == 2)
+    assert narrow.found[1] == (0, {"disk": 0, "Redis": 0})
+    assert narrow.counted("lookups_") == {"lookups_cut": 1}
+    (_, rate) = narrow.cache.rates
     assert rate.per_second() > 0, "it says nothing about Redis"
 
 
-def test_what_was_given_up_is_loaded_anew(tiers: Tiers) -> None:
+def test_what_was_given_up_is_loaded_anew(diskless: Tiers) -> None:
     """A cancelled load may take long to end, and delivers nothing."""
-    tiers.disk.is_up = False
-    first = tiers.look_up()
-    tiers.answer_scan(5)
+    first = diskless.look_up()
+    diskless.answer_scan(5)
     first.cancel()
-    tiers.look_up()
-    tiers.answer_scan(5)
-    assert [job.key for job in tiers.redis.read] == [*KEYS, *KEYS]
-    tiers.end(tiers.redis, *[ReadOutcome.CANCELLED] * 5)
-    assert tiers.found == []
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert tiers.found == [(5, {"disk": 0, "Redis": 5})]
+    diskless.look_up()
+    diskless.answer_scan(5)
+    assert [job.key for job in diskless.redis.read] == [*KEYS, *KEYS]
+    diskless.end(diskless.redis, *[ReadOutcome.CANCELLED] * 5)
+    assert diskless.found == []
+    diskless.end(diskless.redis, rest=ReadOutcome.LOADED)
+    assert diskless.found == [(5, {"disk": 0, "Redis": 5})]

@@ -42,11 +42,6 @@ def test_the_first_token_decides(
     assert prefix_worth_loading(loads, 4, chunk_s, free_in_s) == worth
 
 
-def test_a_slow_tier_behind_a_fast_one_ends_the_prefix() -> None:
-    loads = [(0, 0.0), (1, 0.1), (2, 0.2), (3, 5.0)]
-    assert prefix_worth_loading(loads, 6, 1.0, 0.0) == 2
-
-
 @given(
     st.lists(st.floats(0.0, 10.0), max_size=8),
     st.floats(0.001, 5.0),

@@ -242,16 +242,6 @@ def test_no_call_is_begun_until_all_have_returned(
     assert caplog.text.count("the test is back") == 1
 
 
-def test_it_hangs_again(watched: Watched) -> None:
-    for number in range(1, 4):
-        release = threading.Event()
-        watched.begin(release, limit_s=0.02)
-        wait_until(lambda: watched.detector.reason)
-        release.set()
-        wait_until(lambda: not watched.detector.reason)
-        assert watched.calls == ["hang"] * number
-
-
 def test_a_shorter_limit_is_not_behind_a_longer_one(
     watched: Watched, release: threading.Event
 ) -> None:

@@ -33,27 +33,31 @@ CHUNK_SLOTS = FORM.stripe_count
 OTHER_RANK = ChunkForm.of(ChunkNames(bytes(32)), "test/model", 1, opaque_pages(160), 64)
 
 
-class Warmed:
+class Warmed(World):
     """A cache over a Redis that the test plays, and the warming of it."""
 
     def __init__(self, slots: int = 64, size_bytes: int = 1 << 20, has_disk: bool = False) -> None:
         self.redis, self.disk = PlayedTier("Redis"), PlayedTier("disk", set())
         tiers = [(self.disk, DISK), (self.redis, REDIS)]
-        self.world = World(tiers[not has_disk :], slots=slots)
+        super().__init__(tiers[not has_disk :], slots=slots)
         self.ranks: list[tuple[Sequence[bytes], Any]] = []
-        self.warming = Warming(self.world.cache, self._rank, size_bytes)
-        self.world.cache.warming = self.warming
+        self.warming = Warming(self.cache, self._rank, size_bytes)
+        self.cache.warming = self.warming
 
     def _rank(self, prefixes: Sequence[bytes], limit: int, deadline_s: float, done: Any) -> None:
-        assert deadline_s > self.world.loop.now()
+        assert deadline_s > self.loop.now()
         self.ranks.append((prefixes, done))
 
+    def warm(self, *hashes: bytes, refused: str = "", form: ChunkForm = FORM) -> None:
+        """A worker comes, and Redis ranks its chunks."""
+        self.warming.warm([form])
+        self.rank(*hashes, refused=refused, form=form)
+
     def rank(self, *hashes: bytes, refused: str = "", form: ChunkForm = FORM) -> None:
-        """Redis has ranked the chunks."""
-        self.world.run(lambda: self.ranks)
+        self.run(lambda: self.ranks)
         _, done = self.ranks.pop()
         done(RankedKeys(CallOutcome.DONE, [form.key(each) for each in hashes], refused))
-        self.world.run(lambda: not self.warming._is_ranking)
+        self.run(lambda: not self.warming._is_ranking)
 
     def arrive(self, *jobs: ChunkIO, outcome: ReadOutcome = ReadOutcome.LOADED) -> None:
         for job in jobs or [*self.redis.read]:
@@ -64,12 +68,12 @@ class Warmed:
     def arrive_all(self) -> None:
         """Until it has ended."""
         while not self.warming.report()["done"]:
-            self.world.run(lambda: self.redis.read or self.warming.report()["done"])
+            self.run(lambda: self.redis.read or self.warming.report()["done"])
             self.arrive()
 
     def turn(self) -> None:
         turns = iter(range(5))
-        self.world.run(lambda: next(turns, None) is None)
+        self.run(lambda: next(turns, None) is None)
 
     @property
     def reading(self) -> list[bytes]:
@@ -77,7 +81,7 @@ class Warmed:
 
     @property
     def held(self) -> list[bytes]:
-        return [each for each in HASHES if FORM.key(each) in self.world.cache.pool]
+        return [each for each in HASHES if FORM.key(each) in self.cache.pool]
 
 
 @pytest.fixture(autouse=True)
@@ -89,17 +93,16 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def warmed() -> Iterator[Warmed]:
     warmed = Warmed()
     yield warmed
-    warmed.world.close()
+    warmed.close()
 
 
 def test_the_most_used_chunks_are_loaded_and_evicted_last(
     warmed: Warmed, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    pool = warmed.world.cache.pool
-    warmed.world.hold(b"asked for")
-    warmed.warming.warm([FORM])
-    warmed.rank(*HASHES[:3])
+    pool = warmed.cache.pool
+    warmed.hold(b"asked for")
+    warmed.warm(*HASHES[:3])
     assert "the most used of 3 chunks" in caplog.text
     assert "are not known" not in caplog.text
     assert warmed.reading == HASHES[:1], "no rate is known yet"
@@ -125,8 +128,7 @@ def test_the_most_used_chunks_are_loaded_and_evicted_last(
 
 def test_it_asks_once_for_workers_that_come_together(warmed: Warmed) -> None:
     warmed.warming.warm([FORM])
-    warmed.warming.warm([FORM])
-    warmed.rank()
+    warmed.warm()
     warmed.warming.warm([FORM])
     warmed.turn()
     assert not warmed.ranks
@@ -135,35 +137,32 @@ def test_it_asks_once_for_workers_that_come_together(warmed: Warmed) -> None:
 
 def test_no_more_than_its_size_and_nothing_is_evicted_for_it() -> None:
     of_two = Warmed(size_bytes=2 * FORM.chunk_bytes)
-    of_two.warming.warm([FORM])
-    of_two.rank(*HASHES)
+    of_two.warm(*HASHES)
     of_two.arrive_all()
     assert of_two.held == HASHES[:2]
-    of_two.world.close()
+    of_two.close()
     full = Warmed(slots=3 * CHUNK_SLOTS)
-    asked = full.world.hold(b"asked for")
-    full.warming.warm([FORM])
-    full.rank(*HASHES)
+    asked = full.hold(b"asked for")
+    full.warm(*HASHES)
     full.arrive_all()
     assert full.held == HASHES[:2]
-    assert asked.key in full.world.cache.pool
+    assert asked.key in full.cache.pool
     assert full.warming.report()["done"]
-    full.world.close()
+    full.close()
 
 
 def test_a_lookup_comes_first(warmed: Warmed) -> None:
     """What is in flight is given up, and loaded when the lookup's loads have ended."""
-    warmed.warming.warm([FORM])
-    warmed.rank(*HASHES[:2])
+    warmed.warm(*HASHES[:2])
     (ours,) = warmed.redis.read
     done: list[PrefixLookup] = []
     request = LookupRequest([FORM], HASHES[3:4], deadline_s=1e12)
-    PrefixLookup(warmed.world.cache, request, done.append).start()
+    PrefixLookup(warmed.cache, request, done.append).start()
     assert warmed.redis.cancelled == [ours]
     warmed.arrive(ours, outcome=ReadOutcome.CANCELLED)
     ((_, scanned),) = warmed.redis.scanned
     scanned(ScanResult(CallOutcome.DONE, 1))
-    warmed.world.run(lambda: HASHES[3] in warmed.reading)
+    warmed.run(lambda: HASHES[3] in warmed.reading)
     for _ in range(20):
         warmed.turn()
     assert warmed.reading == [HASHES[3]], "nothing begins while a lookup loads"
@@ -175,21 +174,19 @@ def test_a_lookup_comes_first(warmed: Warmed) -> None:
 
 
 def test_nothing_is_loaded_while_chunks_wait_to_be_written(warmed: Warmed) -> None:
-    cache = warmed.world.cache
-    entry = warmed.world.hold(b"stored")
+    cache = warmed.cache
+    entry = warmed.hold(b"stored")
     cache.write_behind(entry, 60)
-    warmed.warming.warm([FORM])
-    warmed.rank(*HASHES[:1])
+    warmed.warm(*HASHES[:1])
     warmed.turn()
     assert not warmed.reading
     cache.queues[0].cancel(entry)
-    warmed.world.run(lambda: warmed.reading)
+    warmed.run(lambda: warmed.reading)
     warmed.arrive()
 
 
 def test_what_is_gone_or_damaged_is_left_out(warmed: Warmed) -> None:
-    warmed.warming.warm([FORM])
-    warmed.rank(*HASHES[:3])
+    warmed.warm(*HASHES[:3])
     warmed.arrive(outcome=ReadOutcome.MISSING)
     warmed.arrive(outcome=ReadOutcome.CORRUPT)
     warmed.arrive()
@@ -198,30 +195,27 @@ def test_what_is_gone_or_damaged_is_left_out(warmed: Warmed) -> None:
 
 
 def test_it_ends_when_redis_is_down_or_the_agent_stops(warmed: Warmed) -> None:
-    warmed.warming.warm([FORM])
-    warmed.rank(*HASHES)
+    warmed.warm(*HASHES)
     warmed.redis.is_up = False
     warmed.arrive(outcome=ReadOutcome.UNAVAILABLE)
     assert not warmed.held
     assert warmed.warming.report()["done"]
     other = Warmed()
-    other.warming.warm([FORM])
-    other.rank(*HASHES[:1])
+    other.warm(*HASHES[:1])
     other.warming.stop()
     found = other.warming.report()
     assert (found["left_chunks"], found["done"]) == (0, True)
     other.arrive(outcome=ReadOutcome.CANCELLED)
     other.turn()
     assert not other.reading
-    other.world.close()
+    other.close()
 
 
 def test_a_server_that_does_not_tell_is_said_once(
     warmed: Warmed, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    warmed.warming.warm([FORM])
-    warmed.rank(refused="Redis says: NOPERM")
+    warmed.warm(refused="Redis says: NOPERM")
     (said,) = caplog.messages
     assert said == "the host pool is not filled (--warm-bytes): Redis says: NOPERM"
     assert warmed.warming.report()["done"]
@@ -231,8 +225,7 @@ def test_one_shard_that_does_not_tell_leaves_the_others(
     warmed: Warmed, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    warmed.warming.warm([FORM])
-    warmed.rank(HASHES[0], refused="Redis says: NOPERM")
+    warmed.warm(HASHES[0], refused="Redis says: NOPERM")
     warmed.arrive_all()
     first, last = caplog.messages
     of_one = "filling the host pool with the most used of 1 chunks"
@@ -245,8 +238,7 @@ def test_what_a_round_has_loaded_is_told_of_it_alone(
 ) -> None:
     caplog.set_level(logging.INFO)
     for form, hashes in ((FORM, HASHES[:2]), (OTHER_RANK, HASHES[:1])):
-        warmed.warming.warm([form])
-        warmed.rank(*hashes, form=form)
+        warmed.warm(*hashes, form=form)
         warmed.arrive_all()
     ends = [each.split(" chunks")[0] for each in caplog.messages if each.startswith("filled")]
     assert ends == ["filled the host pool with 2", "filled the host pool with 1"]
@@ -255,12 +247,11 @@ def test_what_a_round_has_loaded_is_told_of_it_alone(
 
 def together(warmed: Warmed, hashes: Sequence[bytes]) -> list[ChunkIO]:
     """Loads in flight at one time: the rate of Redis is known."""
-    rate = warmed.world.cache.rates[-1]
+    rate = warmed.cache.rates[-1]
     rate.begun(1 << 30, 0.0)
     rate.ended(1 << 30, 0.001, arrived=True)
-    warmed.warming.warm([FORM])
-    warmed.rank(*hashes)
-    warmed.world.run(lambda: len(warmed.redis.read) == len(hashes))
+    warmed.warm(*hashes)
+    warmed.run(lambda: len(warmed.redis.read) == len(hashes))
     return [*warmed.redis.read]
 
 
@@ -271,7 +262,7 @@ def test_a_round_that_follows_at_once_gives_way_too(warmed: Warmed) -> None:
     warmed.arrive(*jobs)
     warmed.rank(*HASHES[:1], form=OTHER_RANK)
     assert not warmed.warming.report()["done"]
-    warmed.world.run(lambda: warmed.redis.read)
+    warmed.run(lambda: warmed.redis.read)
     (ours,) = warmed.redis.read
     warmed.warming.give_way()
     assert warmed.redis.cancelled == [ours]
@@ -285,9 +276,8 @@ def test_a_lookup_after_a_clear_stops_what_is_loaded(
     warmed: Warmed, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     """Or after a canary has found it wrong. Whoever waits for the chunk, too, is told."""
-    cache, told = warmed.world.cache, list[str]()
-    warmed.warming.warm([FORM])
-    warmed.rank(*HASHES[:1])
+    cache, told = warmed.cache, list[str]()
+    warmed.warm(*HASHES[:1])
     (ours,) = warmed.redis.read
     entry = cache.pool.get(ours.key)
     assert entry is not None
@@ -310,15 +300,14 @@ def test_a_lookup_that_begins_as_a_load_ends(
     warmed: Warmed, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is begun by one who waits for the same chunk, and was told before."""
-    warmed.warming.warm([FORM])
-    warmed.rank(*HASHES[:1])
+    warmed.warm(*HASHES[:1])
     (ours,) = warmed.redis.read
-    entry = warmed.world.cache.pool.get(ours.key)
+    entry = warmed.cache.pool.get(ours.key)
     assert entry is not None
     assert entry.watchers is not None
     entry.watchers.insert(0, warmed.warming.give_way)
     told: list[str] = []
-    warmed.world.cache.pool.watch(entry, lambda: told.append("after"))
+    warmed.cache.pool.watch(entry, lambda: told.append("after"))
     warmed.arrive(ours)
     assert told == ["after"]
     assert not caplog.records, "no action has failed"
@@ -326,9 +315,8 @@ def test_a_lookup_that_begins_as_a_load_ends(
 
 
 def test_chunks_of_an_epoch_that_has_ended_are_left_out(warmed: Warmed) -> None:
-    warmed.world.cache.clear([FORM.key(HASHES[1])], for_good=True)
-    warmed.warming.warm([FORM])
-    warmed.rank(*HASHES[:3])
+    warmed.cache.clear([FORM.key(HASHES[1])], for_good=True)
+    warmed.warm(*HASHES[:3])
     warmed.arrive_all()
     assert warmed.held == [HASHES[0], HASHES[2]]
 
@@ -344,33 +332,29 @@ def test_what_nobody_asked_for_is_not_written_to_the_disk() -> None:
     taken: list[Entry] = []
     request = LookupRequest([FORM], HASHES[:1], deadline_s=1e12)
     lookup = PrefixLookup(
-        warmed.world.cache, request, lambda found: taken.extend(found.parts.take().values())
+        warmed.cache, request, lambda found: taken.extend(found.parts.take().values())
     )
     lookup.start()
-    warmed.world.run(lambda: warmed.disk.refreshed)
+    warmed.run(lambda: warmed.disk.refreshed)
     ((of_disk, kept),) = warmed.disk.refreshed
     assert [key for key, _ in of_disk] == [jobs[0].key]
     kept(ExistsResult(CallOutcome.DONE, [False]))
-    warmed.world.run(lambda: warmed.disk.written)
+    warmed.run(lambda: warmed.disk.written)
     for write in warmed.disk.written:
         warmed.disk.write_done(write, WriteOutcome.STORED)
     warmed.turn()
-    for entry in taken:
-        warmed.world.cache.pool.unpin(entry)
-    warmed.world.close()
+    warmed.release(taken)
+    warmed.close()
 
 
 def test_stale_keys_take_no_long_turn(warmed: Warmed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others have their turn between them."""
     turns: list[int] = []
-    level_of = warmed.world.cache.level_of
+    level_of = warmed.cache.level_of
     monkeypatch.setattr(module, "_MOST_A_TURN", 10)
-    monkeypatch.setattr(
-        warmed.world.cache, "level_of", lambda key: turns.append(1) or level_of(key)
-    )
+    monkeypatch.setattr(warmed.cache, "level_of", lambda key: turns.append(1) or level_of(key))
     warmed.redis.lookup = lambda key: False  # type: ignore[method-assign]
-    warmed.warming.warm([FORM])
-    warmed.rank(*block_hashes("stale", 100))
+    warmed.warm(*block_hashes("stale", 100))
     assert 0 < len(turns) <= 20
-    warmed.world.run(lambda: warmed.warming.report()["done"])
+    warmed.run(lambda: warmed.warming.report()["done"])
     assert len(turns) == 100

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 
@@ -86,21 +87,18 @@ def test_the_first_requests_of_an_agent_lose_nothing(
     make: Make, mbit_per_s: float, compute_s: float
 ) -> None:
     """Back to back and with pauses, whatever the first prompt of the engine took."""
-    for first_takes in (1.0, 3.0):
-        for burst_s in (0.0, 0.01):
-            for pause_s in (0.0, 0.05, 1.0, 12.0):
-                for more_tokens in (0, 20):
-                    for mib in (1, 2):
-                        engine = make(
-                            mbit_per_s, burst_s=burst_s, compute_s=compute_s,
-                            chunk_bytes=mib << 20, first_takes=first_takes,
-                        )  # fmt: skip
-                        shares = one_after_the_other(engine, 6, pause_s, more_tokens)
-                        assert max(shares) < 1.1
-                        # All is loaded or nothing: the engine is idle.
-                        assert {*loaded(engine, 6)} <= {0, CHUNKS}
-                        if TOKENS / 256 * mib * 2**23 / mbit_per_s / 1e6 > 1.1 * compute_s:
-                            assert loaded(engine, 6) == [0] * 6
+    settings = product((1.0, 3.0), (0.0, 0.01), (0.0, 0.05, 1.0, 12.0), ((0, 2), (20, 1)))
+    for first_takes, burst_s, pause_s, (more_tokens, mib) in settings:
+        engine = make(
+            mbit_per_s, burst_s=burst_s, compute_s=compute_s,
+            chunk_bytes=mib << 20, first_takes=first_takes,
+        )  # fmt: skip
+        shares = one_after_the_other(engine, 6, pause_s, more_tokens)
+        assert max(shares) < 1.1
+        # All is loaded or nothing: the engine is idle.
+        assert {*loaded(engine, 6)} <= {0, CHUNKS}
+        if CHUNKS * mib * 2**23 / mbit_per_s / 1e6 > 1.1 * compute_s:
+            assert loaded(engine, 6) == [0] * 6
 
 
 @pytest.mark.parametrize("more_tokens", [0, 100])
