@@ -280,16 +280,6 @@ def test_a_server_far_away_is_asked_only_if_that_is_worth_it() -> None:
     assert not worth.is_quick(rate)
 
 
-def test_what_is_not_loaded_is_computed() -> None:
-    engine = Computing()
-    engine.told(0.5, 0.0, (), 100.0)
-    engine.answered("another request", 8, 100.0)
-    worth = WorthLoading(engine, 6, 4)
-    assert engine.free_in_s(100.0) == pytest.approx(4.0)
-    assert worth.compute_s(3, 100.0) == pytest.approx(10.0)
-    assert worth.prefix([(0, 0.0), (3, 4.0), (6, 30.0)], 100.0) == 3
-
-
 # -------------------------------------------------------------------- engines
 
 
