@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups of chunks with one part per group of layers: what they find, ask for and load."""
+"""Lookups of chunks with one part per group of layers, of this node and of others."""
 
 from __future__ import annotations
 
@@ -33,15 +33,6 @@ from tests.harness import block_hashes
 CHUNK = 256
 HASHES = block_hashes("prompt", 16)
 ALL, STATE, WINDOW = Reach(), Reach("state"), Reach("window", 512)
-GEMMA = [ALL, *[WINDOW] * 5]
-
-
-def forms_of(reaches: Sequence[Reach]) -> list[ChunkForm]:
-    """Rows with a namespace each, as the groups of a model have."""
-    return [
-        ChunkForm.of(ChunkNames(bytes([row]) * 32), "m", 0, opaque_pages(64), 64, reach)
-        for row, reach in enumerate(reaches)
-    ]
 
 
 class StoredTier(PlayedTier):
@@ -107,10 +98,6 @@ class StoredTier(PlayedTier):
             self.read_done(job, ReadOutcome.CANCELLED if job in self.cancelled else outcome)
 
 
-def later_parts(lookup: PrefixLookup) -> list[Part]:
-    return [part for part, state in lookup.parts._states.items() if state.is_later]
-
-
 class Model(World):
     """Groups of layers, a disk with an index and Redis, in which nothing is stored yet.
 
@@ -121,7 +108,10 @@ class Model(World):
         self, reaches: Sequence[Reach], remote: Sequence[Reach] = (), *, slots: int = 256
     ) -> None:
         self.reaches = [*reaches, *remote]
-        self.forms = forms_of(self.reaches)
+        self.forms = [  # in a namespace each
+            ChunkForm.of(ChunkNames(bytes([row]) * 32), "m", 0, opaque_pages(64), 64, reach)
+            for row, reach in enumerate(self.reaches)
+        ]
         self.local = len(reaches)
         self.disk = StoredTier("disk", set(), indexed=True)
         self.redis = StoredTier("Redis", set())
@@ -144,7 +134,8 @@ class Model(World):
     def begin(self, *, first_chunk: int = 0, chunks: int = 16) -> PrefixLookup:
         def done(found: PrefixLookup) -> None:
             needs = PrefixNeeds(self.reaches, first_chunk, CHUNK).parts(found.bound)
-            held, later = found.parts.take(), later_parts(found)
+            held, states = found.parts.take(), found.parts._states
+            later = [part for part, state in states.items() if state.is_later]
             assert sorted([*held, *later]) == sorted(part for part in needs if part[1] < self.local)
             assert not later or len(held) + len(later) > self.cache.pool.capacity
             for (chunk, _), entry in held.items():
@@ -231,7 +222,7 @@ def test_the_last_question_leaves_out_what_is_known() -> None:
 
 
 def test_a_prefix_without_chunks_costs_one_question() -> None:
-    model = Model(GEMMA)
+    model = Model([ALL, *[WINDOW] * 5])
     for row in range(1, 6):
         model.store(row, range(16))
     assert model.look_up() == 0
@@ -490,3 +481,82 @@ def test_lookups_side_by_side_end_in_any_order_of_events(
     assert all(map(has_ended, lookups))
     assert len(model.answers) == 2 - ended
     model.close()
+
+
+# ------------------------------------------------------------------ other nodes
+
+
+def test_one_scan_asks_for_the_missing_and_the_remote() -> None:
+    nodes = Model([ALL], [ALL])
+    nodes.store(0, range(8))
+    nodes.store(1, range(6))
+    assert nodes.look_up(chunks=8) == 6
+    every = [(chunk, row) for chunk in range(8) for row in range(2)]
+    assert nodes.redis.questions == [("scan", nodes.keys(*every))]
+    assert nodes.redis.loaded == nodes.keys(*((chunk, 0) for chunk in range(6)))
+    assert nodes.counted("miss_") == {"miss_absent": 2}
+
+
+def test_what_this_node_has_does_not_count_for_others() -> None:
+    """The other node cannot load it before it is in Redis, even if the bytes are the same."""
+    nodes = Model([ALL], [ALL])
+    nodes.forms[1] = nodes.forms[0]
+    nodes.hold_all(0, 8)
+    nodes.disk.stored.update(nodes.keys(*((chunk, 0) for chunk in range(8))))
+    assert nodes.look_up(chunks=8) == 0
+    nodes.store(1, range(5))
+    assert nodes.look_up(chunks=8) == 5
+    assert nodes.redis.loaded == nodes.disk.loaded == []
+
+
+def test_windows_of_other_nodes_are_asked_about_not_loaded() -> None:
+    nodes = Model([ALL, WINDOW], [ALL, WINDOW, STATE])
+    for row in range(4):
+        nodes.store(row, range(8))
+    nodes.store(4, [2, 5])
+    assert nodes.look_up(chunks=8) == 6
+    assert [kind for kind, _ in nodes.redis.questions] == ["scan", "scan", "exists"]
+    loaded = [(chunk, 0) for chunk in range(6)] + [(4, 1), (5, 1)]
+    assert sorted(nodes.redis.loaded) == sorted(nodes.keys(*loaded))
+
+
+def test_a_lookup_without_an_answer_ends_at_its_deadline() -> None:
+    for reaches in ([ALL], [ALL, WINDOW]):
+        nodes = Model(reaches, reaches)
+        for row in range(len(reaches)):
+            nodes.hold_all(row, 8)
+        nodes.redis.silent_from = 0
+        lookup = nodes.begin(chunks=8)
+        nodes.settle()
+        lookup._expire()
+        assert nodes.answer() == 0
+
+
+def test_a_node_without_workers_only_asks() -> None:
+    for reaches in ([ALL], [ALL, WINDOW]):
+        nodes = Model([], reaches)
+        for row in range(len(reaches)):
+            nodes.store(row, range(7))
+        assert nodes.look_up(chunks=8) == 7
+        assert nodes.redis.loaded == []
+
+
+SOME_REACHES = st.lists(st.sampled_from([ALL, STATE, WINDOW]), min_size=1, max_size=2)
+
+
+@given(SOME_REACHES, SOME_REACHES, st.data())
+def test_the_prefix_is_the_longest_that_every_node_can_have(
+    local: list[Reach], remote: list[Reach], data: st.DataObject
+) -> None:
+    nodes = Model(local, remote)
+    chunks = st.lists(st.sampled_from(range(8)), max_size=8) | st.just([*range(8)])
+    found: set[Part] = set()
+    for row in range(len(nodes.reaches)):
+        stored, held = data.draw(chunks), data.draw(chunks)
+        nodes.store(row, stored)
+        for chunk in set(held):
+            nodes.hold(HASHES[chunk], nodes.forms[row])
+        found |= {(chunk, row) for chunk in stored}
+        found |= {(chunk, row) for chunk in held if row < nodes.local}
+    needs = PrefixNeeds(nodes.reaches, 0, CHUNK)
+    assert nodes.look_up(chunks=8) == max(n for n in range(9) if {*needs.parts(n)} <= found)

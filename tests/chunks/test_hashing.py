@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.chunks.keys import hash_chunks
@@ -30,13 +30,11 @@ def plain_hash_chunks(tokens: list[int], chunk_size_tokens: int, salt: bytes) ->
     return hashes
 
 
-@settings(deadline=None)
 @given(TOKENS, st.integers(1, 9), st.binary(max_size=70))
 def test_agrees_with_the_plain_definition(tokens: list[int], size: int, salt: bytes) -> None:
     assert hash_chunks(tokens, size, salt=salt) == plain_hash_chunks(tokens, size, salt)
 
 
-@settings(deadline=None)
 @given(TOKENS, TOKENS, st.integers(1, 9))
 def test_a_hash_depends_on_the_whole_prefix_and_on_nothing_after(
     head: list[int], tail: list[int], size: int
