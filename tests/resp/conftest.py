@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.resp.certificates import Authority
 from tests.resp.helpers import our_connections, plane_threads, running, wait_until
 from tests.resp.proxy import Proxy
 from tests.servers import RedisServer
+from tests.topologies import Cluster, running_cluster
 
 
 @pytest.fixture
@@ -37,6 +39,32 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(server: RedisServer) -> Iterator[redis.Redis]:
     with server.client() as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Cluster:
+    """Three empty shards, shared by tests that add no node. They may move slots."""
+    nodes = shared_cluster.nodes
+    for node in nodes:
+        if not node.running:
+            node.start()
+        node.command("FLUSHALL")
+        for slot in re.findall(r"\[(\d+)-[<>]-", node.command("CLUSTER", "NODES").decode()):
+            node.command("CLUSTER", "SETSLOT", slot, "STABLE")
+    wait_until(lambda: all(map(shared_cluster.knows_all, nodes)))
+    wait_until(lambda: len(set(map(_ranges, nodes))) == 1, "the nodes disagree on the slots")
+    return shared_cluster
+
+
+def _ranges(node: RedisServer) -> tuple[tuple[int, int, int], ...]:
+    ranges = node.command("CLUSTER", "SLOTS")
+    return tuple(sorted((first, last, int(master[1])) for first, last, master, *_ in ranges))
 
 
 @pytest.fixture

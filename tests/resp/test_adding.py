@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from lmcache_redis.tiers import CallOutcome, NumbersResult
 from tests.acl import documented_url
 from tests.resp.helpers import PATIENCE_S, Answers, running
 from tests.servers import RedisServer
-from tests.topologies import running_cluster
+from tests.topologies import Cluster
 
 pytestmark = pytest.mark.servers
 KEYS = [b"lmcr2:tenant:%d" % number for number in range(40)]
@@ -86,8 +85,8 @@ def test_a_user_who_may_not_is_told(server: RedisServer) -> None:
         assert add_up(plane, KEYS[:2], {}).numbers == [0, 0]
 
 
-def test_in_a_cluster_nothing_is_added_twice(tmp_path: Path) -> None:
-    with running_cluster(tmp_path) as cluster, running(cluster.url) as plane:
+def test_in_a_cluster_nothing_is_added_twice(cluster: Cluster) -> None:
+    with running(cluster.url) as plane:
         assert add_up(plane, KEYS, dict.fromkeys(KEYS, 2)).numbers == [2] * len(KEYS)
         source = cluster.node_of(KEYS[0])
         target = next(node for node in cluster.nodes if node is not source)
@@ -96,13 +95,13 @@ def test_in_a_cluster_nothing_is_added_twice(tmp_path: Path) -> None:
         assert add_up(plane, KEYS, {}).numbers == [5, 2] * 20
 
 
-def test_of_a_silent_shard_nobody_knows(tmp_path: Path) -> None:
-    with running_cluster(tmp_path) as cluster, running(cluster.url) as plane:
+def test_of_a_silent_shard_nobody_knows(cluster: Cluster) -> None:
+    with running(cluster.url) as plane:
         assert None not in add_up(plane, KEYS, {}).numbers
         silent = cluster.node_of(KEYS[0])
         silent.stop()
         try:
-            found = add_up(plane, KEYS, dict.fromkeys(KEYS, 2), within_s=2.0)
+            found = add_up(plane, KEYS, dict.fromkeys(KEYS, 2), within_s=0.5)
         finally:
             silent.cont()
         assert found.outcome is CallOutcome.DONE
