@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import redis
@@ -28,11 +27,8 @@ def plane(server: RedisServer) -> Iterator[RedisPlane]:
 
 
 @pytest.fixture(scope="session")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ca.pem, and server.key and server.pem for "localhost" signed by it."""
-    authority = Authority(tmp_path_factory.mktemp("tls"))
-    authority.issue("server", "localhost")
-    return authority.directory
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture

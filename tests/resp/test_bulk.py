@@ -202,41 +202,6 @@ def load_one(mover: Mover, reply: bytes, task: Request, close: bool = False) -> 
 # ---------------------------------------------------------------------- load
 
 
-def test_loads_more_stripes_than_there_are_lanes(lanes: Lanes) -> None:
-    slots = [bytearray(PAYLOAD) for _ in range(3)]
-
-    def serve(server: socket.socket, indexes: list[int]) -> None:
-        for index in indexes:
-            assert server.recv(len(COMMAND), socket.MSG_WAITALL) == COMMAND
-            server.sendall(reply_with(value_of(index, payload_of(index))))
-
-    threads = [
-        threading.Thread(target=serve, args=(lanes.servers[0], [0, 2])),
-        threading.Thread(target=serve, args=(lanes.servers[1], [1])),
-    ]
-    for thread in threads:
-        thread.start()
-    left = [to_load(index, slot) for index, slot in enumerate(slots)]
-    done: list[Result] = []
-    order: list[int] = []
-    while left:
-        # Its servers are threads, which a busy machine may let wait.
-        moved = lanes.load(left, len(order), 2, drain=True)
-        order += moved.lanes
-        done += moved.done
-        lanes.handles = [lanes.handles[n] for n in order[len(moved.done) :]] + [
-            handle
-            for number, handle in enumerate(lanes.handles)
-            if number not in order[len(moved.done) :]
-        ]
-        left = left[len(moved.done) :]
-        order = list(range(len(order) - len(moved.done)))
-    for thread in threads:
-        thread.join()
-    assert done == [STORE_ID] * 3
-    assert slots == [bytearray(payload_of(index)) for index in range(3)]
-
-
 def test_leaves_lanes_busy_where_more_waits(lanes: Lanes) -> None:
     slots = [bytearray(PAYLOAD) for _ in range(3)]
     tasks = [to_load(index, slot) for index, slot in enumerate(slots)]
@@ -441,29 +406,6 @@ def test_short_payloads(lanes: Lanes, nbytes: int) -> None:
     stripe = StripeIO(b"", frame, 1, memoryview(slot))
     found = result if isinstance(result, bytes) else Plain().judge(stripe, result)
     assert found == STORE_ID
-    assert slot == payload
-
-
-def test_no_byte_beside_a_slot_changes(lanes: Lanes) -> None:
-    room = bytearray(b"\xaa" * (PAYLOAD + 128))
-    command, expected, _, _ = to_load(2, bytearray(PAYLOAD))
-    task = (command, expected, memoryview(room)[64:-64], b"")
-    lanes.servers[0].sendall(reply_with(value_of(2, payload_of(2))) + b"more than was asked for")
-    assert lanes.load_one(task) == STORE_ID
-    assert room[:64] == room[-64:] == b"\xaa" * 64
-
-
-def test_a_large_payload_comes_in_pieces(lanes: Lanes) -> None:
-    nbytes = 3 * 128 * 1024 + 777
-    frame = frame_of(nbytes, 1)
-    payload = os.urandom(nbytes)
-    reply = reply_with(value_of(0, payload, frame))
-    sender = threading.Thread(target=lanes.servers[0].sendall, args=(reply,))
-    sender.start()
-    slot = bytearray(nbytes)
-    task = to_load(0, slot, frame)
-    assert lanes.load_one(task) == STORE_ID
-    sender.join()
     assert slot == payload
 
 

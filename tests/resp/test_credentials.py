@@ -14,8 +14,8 @@ from lmcache_redis.errors import ConfigError, RedisAuthError
 from lmcache_redis.resp import RedisOptions, RedisPlane, check_url
 from lmcache_redis.resp.net.endpoint import auth_command
 from lmcache_redis.resp.options import PasswordFile, StaticPassword, load_provider
-from lmcache_redis.tiers import ReadOutcome, WriteOutcome
-from tests.resp.helpers import Chunk, read, running, wait_until, write
+from lmcache_redis.tiers import ReadOutcome
+from tests.resp.helpers import Chunk, check_stores, read, running, wait_until
 from tests.servers import RedisServer
 
 
@@ -41,7 +41,7 @@ def rotate(server: RedisServer, password: str) -> None:
 
 def check_moves_chunks(plane: RedisPlane, seed: int) -> None:
     chunk, loaded = Chunk(seed, 20_000, 10_000, seed=seed), Chunk(seed, 20_000, 10_000)
-    assert write(plane, chunk) == [WriteOutcome.STORED]
+    check_stores(plane, chunk)
     assert read(plane, loaded) == [ReadOutcome.LOADED]
     assert loaded.content == chunk.content
 

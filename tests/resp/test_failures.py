@@ -20,6 +20,7 @@ from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.tiers import CallOutcome, Operation, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     Chunk,
+    check_stores,
     chunk_key,
     exists,
     read,
@@ -142,7 +143,7 @@ def test_replies_that_are_cut_by_a_limit(
     """A connection that is lost in the middle of a reply has a line, an error and a reason."""
     chunk = Chunk(1, 2 * STRIPE_BYTES, STRIPE_BYTES, seed=1)
     with running(server.url) as plane, server.client() as client:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        check_stores(plane, chunk)
         client.config_set("client-output-buffer-limit", "normal 1mb 0 0")
         for _ in range(3):
             assert read(plane, Chunk(1, 2 * STRIPE_BYTES, STRIPE_BYTES)) == [
@@ -174,7 +175,7 @@ def test_clients_that_are_evicted(server: RedisServer) -> None:
         assert "maxmemory-clients" in plane.state.reason
         assert {error.operation for error in plane.state.errors} == {Operation.STORE}
         server.config_set("maxmemory-clients", "0")
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        check_stores(plane, chunk)
         assert plane.state.reason == ""
 
 
@@ -197,7 +198,7 @@ def test_a_question_about_each_key_is_moved() -> None:
 def test_a_right_that_is_missing(server: RedisServer, command: str, operation: Operation) -> None:
     chunk = Chunk(1, 64, 64, seed=1)
     with running(server.url) as plane, server.client() as client:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        check_stores(plane, chunk)
         client.execute_command("ACL", "SETUSER", "default", f"-{command}")
 
         def use() -> tuple[Any, ...]:

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
-from tests.resp.helpers import Chunk, chunk_key, first_key, read, running, scan, wait_until, write
+from tests.resp.helpers import (
+    Chunk,
+    check_stores,
+    chunk_key,
+    first_key,
+    read,
+    running,
+    scan,
+    wait_until,
+    write,
+)
 from tests.topologies import Watched, info, running_sentinel
 
 pytestmark = pytest.mark.servers
@@ -29,7 +39,7 @@ def test_a_failover_is_followed_and_the_stale_master_left(watched: Watched) -> N
     chunk, loaded = Chunk(1, 50_000, SLOT, seed=1), Chunk(1, 50_000, SLOT)
     with running(watched.url) as plane:
         assert plane.state.up
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        check_stores(plane, chunk)
         assert old.command("DBSIZE") == chunk.stripe_count
         wait_until(lambda: new.command("DBSIZE") == chunk.stripe_count)
         watched.fail_over()
@@ -40,7 +50,7 @@ def test_a_failover_is_followed_and_the_stale_master_left(watched: Watched) -> N
         # The old one is a replica now, which refuses writes: nothing is sent there any more.
         wait_until(lambda: info(old, "replication").get("role") == "slave")
         wait_until(lambda: old.command("CLIENT", "LIST").count(b"lmcache-redis:") == 0)
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        check_stores(plane, chunk)
         assert scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 1)
 
 
@@ -49,7 +59,7 @@ def test_a_master_that_dies_is_replaced(watched: Watched) -> None:
     chunk, loaded = Chunk(1, 50_000, SLOT, seed=1), Chunk(1, 50_000, SLOT)
     # Sooner than Sentinel: the plane would see nothing but a new master otherwise.
     with running(watched.url, heartbeat_s=0.2) as plane:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        check_stores(plane, chunk)
         wait_until(lambda: new.command("DBSIZE") == chunk.stripe_count)
         old.kill()
         wait_until(lambda: not plane.state.up)
@@ -57,16 +67,16 @@ def test_a_master_that_dies_is_replaced(watched: Watched) -> None:
         wait_until(lambda: plane.state.up)
         assert read(plane, loaded) == [ReadOutcome.LOADED]
         assert loaded.content == chunk.content
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        check_stores(plane, chunk)
 
 
 def test_a_sentinel_that_names_a_replica_costs_writes_alone(watched: Watched) -> None:
     old, new = watched.servers
     with running(watched.url) as plane:
-        assert write(plane, Chunk(1, 5000, SLOT)) == [WriteOutcome.STORED]
+        check_stores(plane, Chunk(1, 5000, SLOT))
         watched.stop_sentinel()
         # Known servers stay in use while nobody can be asked.
-        assert write(plane, Chunk(2, 5000, SLOT)) == [WriteOutcome.STORED]
+        check_stores(plane, Chunk(2, 5000, SLOT))
         wait_until(lambda: new.command("EXISTS", first_key(2)) == 1)
         new.command("REPLICAOF", "NO", "ONE")
         old.command("REPLICAOF", "127.0.0.1", new.port)
@@ -101,11 +111,11 @@ def test_passwords_of_master_and_sentinel_are_apart(tmp_path: Path) -> None:
     with running_sentinel(tmp_path, password="of the master") as watched:
         url = watched.url.replace("of the master", "of%20the%20master")
         with running(url) as plane:
-            assert write(plane, Chunk(1, 5000, SLOT)) == [WriteOutcome.STORED]
+            check_stores(plane, Chunk(1, 5000, SLOT))
         watched.sentinel("ACL", "SETUSER", "default", "resetpass", ">of the sentinel")
         with running(url) as plane:
             assert not plane.state.up
             assert "wants a password" in plane.state.reason
             assert "of the" not in repr(plane.options) + plane.state.reason + plane.deployment.url
         with running(url + "?sentinel_password=of+the+sentinel") as plane:
-            assert write(plane, Chunk(1, 5000, SLOT)) == [WriteOutcome.STORED]
+            check_stores(plane, Chunk(1, 5000, SLOT))

@@ -19,6 +19,7 @@ from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
+from tests.resp.certificates import Authority
 from tests.resp.helpers import (
     LEAST_CONNECTIONS,
     Chunk,
@@ -80,14 +81,14 @@ Make = Callable[[Callable[[list[bytes]], Answer]], LyingServer]
 
 
 @pytest.fixture(params=["unix", "tls"])
-def lying(request: pytest.FixtureRequest, tmp_path: Path, certificates: Path) -> Make:
+def lying(request: pytest.FixtureRequest, tmp_path: Path, authority: Authority) -> Make:
     """Makes a server from what it is to answer. Over TLS the mover is the one in Python."""
 
     def make(answer: Callable[[list[bytes]], Answer]) -> LyingServer:
         if request.param == "unix":
             return LyingServer(answer, path=tmp_path / "lying.sock")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificates / "server.pem", certificates / "server.key")
+        context.load_cert_chain(*authority.issue("lying", "localhost"))
         server = LyingServer(answer, tls=context)
         server.url += "?ssl_cert_reqs=none&ssl_check_hostname=false"
         return server
