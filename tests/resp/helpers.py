@@ -24,6 +24,7 @@ from lmcache_redis.resp.maps import ServerMap
 from lmcache_redis.resp.net.connection import Connector
 from lmcache_redis.resp.options import Deployment
 from lmcache_redis.tiers import ChunkIO, FramesResult, ReadOutcome, RemoveResult, WriteOutcome
+from tests.acl import PASSWORD
 from tests.servers import RedisServer
 from tests.servers import wait_until as wait_until
 
@@ -181,6 +182,15 @@ def running(url: str, **settings: Any) -> Iterator[RedisPlane]:
         yield plane
     finally:
         assert plane.close(1.0)
+
+
+@contextmanager
+def running_as(server: RedisServer, *rights: str, **settings: Any) -> Iterator[RedisPlane]:
+    """A plane whose user has these rights."""
+    server.command("ACL", "SETUSER", "limited", "reset", "on", f">{PASSWORD}", "~*", *rights)
+    with running(f"redis://limited:{PASSWORD}@127.0.0.1:{server.port}", **settings) as plane:
+        yield plane
+    server.command("ACL", "DELUSER", "limited")
 
 
 def write(plane: RedisPlane, *chunks: Chunk, within_s: float = PATIENCE_S) -> list[WriteOutcome]:

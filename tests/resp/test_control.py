@@ -14,7 +14,7 @@ import pytest
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import RedisProtocolError, RedisRedirect
-from lmcache_redis.resp import RedisPlane, control
+from lmcache_redis.resp import control
 from lmcache_redis.resp.control import (
     GROUP_KEYS,
     Steps,
@@ -34,14 +34,12 @@ from tests.resp.helpers import (
     Answers,
     chunk_key,
     describe,
-    exists,
     open_streams,
     running,
     scan,
     wait_until,
 )
 from tests.resp.trickling import Answer, LyingServer
-from tests.servers import RedisServer
 
 
 class FakeServer:
@@ -163,33 +161,6 @@ def test_the_prefix_is_known_before_all_replies_are_there(length: int) -> None:
     assert counted(server, asked) == length
     # All but the first two groups.
     assert length or server.outstanding == 30
-
-
-def test_against_a_server(plane: RedisPlane, server: RedisServer) -> None:
-    asked = [chunk_key(number) for number in range(1000)]
-    stripes = [stripe_key(key, 0) for key in asked]
-    assert scan(plane, asked) == (CallOutcome.DONE, 0)
-    assert scan(plane, []) == (CallOutcome.DONE, 0)
-    with server.client() as client:
-        client.mset(dict.fromkeys(stripes[:777], b"x"))
-        client.delete(stripes[800])
-    assert scan(plane, asked) == (CallOutcome.DONE, 777)
-    assert scan(plane, asked[:777]) == (CallOutcome.DONE, 777)
-    with server.client() as client:
-        client.mset(dict.fromkeys(stripes[900:], b"x"))
-    found = exists(plane, asked)
-    assert found.outcome is CallOutcome.DONE
-    assert list(found.present) == [True] * 777 + [False] * 123 + [True] * 100
-    assert exists(plane, []).present == ()
-
-
-def test_ten_thousand_keys_of_differing_lengths(plane: RedisPlane, server: RedisServer) -> None:
-    asked = [b"k" * (number % 5 + 1) + b"-%d" % number for number in range(10_000)]
-    request = keys_commands(b"UNLINK", asked, len(asked))
-    assert request.count(b"\r\n") == 2 * len(asked) + 3
-    with server.client() as client:
-        client.mset(dict.fromkeys([stripe_key(key, 0) for key in asked[:9_999]], b""))
-    assert scan(plane, asked) == (CallOutcome.DONE, 9_999)
 
 
 class Replies:

@@ -121,7 +121,7 @@ def test_invented_addresses_get_neither_threads_nor_the_password(kind: bytes) ->
         LyingServer() as other,
         shard(answer) as server,
         # It waits so long for a map that names the server.
-        running(cluster_url(server), op_timeout_s=0.5) as plane,
+        running(cluster_url(server), op_timeout_s=0.2) as plane,
     ):
         chunk = Chunk(1, 100, 4096)
         assert read(plane, chunk) == [ReadOutcome.UNAVAILABLE]
@@ -138,8 +138,11 @@ def test_invented_addresses_get_neither_threads_nor_the_password(kind: bytes) ->
         assert any(SECRET.encode() in words for words in server.commands)
 
 
-def test_a_redirection_waits_for_the_map_that_names_the_server() -> None:
+def test_a_redirection_waits_for_the_map_that_names_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It is looked up until then."""
+    monkeypatch.setattr(finder, "_MOVED_PAUSE_S", 0.1)
     asked = itertools.count()
 
     def one(words: list[bytes]) -> Answer:

@@ -26,6 +26,7 @@ from tests.resp.helpers import (
     refresh,
     remove,
     running,
+    running_as,
     scan,
     write,
 )
@@ -235,12 +236,9 @@ def test_a_server_that_keeps_nothing_still_says_what_it_has(
     server: RedisServer, refused: str
 ) -> None:
     """Else nothing would be stored: what is not known is not written."""
-    rights = ("reset", "on", ">s3cret", "+@all", f"-{refused}", "~*")
-    server.command("ACL", "SETUSER", "limited", *rights)
     ttl = {"ttl_s": 100, "ttl_refresh": True} if refused == "expire" else {}
     stored, lacking = Chunk(1, 100_000, 4096, seed=1), Chunk(2, 100_000, 4096)
-    with running(f"redis://limited:s3cret@127.0.0.1:{server.port}", **ttl) as plane:
+    with running_as(server, "+@all", f"-{refused}", **ttl) as plane:
         check_stores(plane, stored)
         assert refresh(plane, stored, lacking)[:2] == (CallOutcome.DONE, [True, False])
         assert plane.stats().refused["NOPERM"] > 0
-    server.command("ACL", "DELUSER", "limited")

@@ -12,6 +12,7 @@ import pytest
 from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     Chunk,
+    check_loads,
     check_stores,
     chunk_key,
     first_key,
@@ -36,7 +37,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
 def test_a_failover_is_followed_and_the_stale_master_left(watched: Watched) -> None:
     old, new = watched.servers
-    chunk, loaded = Chunk(1, 50_000, SLOT, seed=1), Chunk(1, 50_000, SLOT)
+    chunk = Chunk(1, 50_000, SLOT, seed=1)
     with running(watched.url) as plane:
         assert plane.state.up
         check_stores(plane, chunk)
@@ -44,8 +45,8 @@ def test_a_failover_is_followed_and_the_stale_master_left(watched: Watched) -> N
         wait_until(lambda: new.command("DBSIZE") == chunk.stripe_count)
         watched.fail_over()
         wait_until(lambda: info(new, "replication").get("role") == "master")
-        wait_until(lambda: read(plane, loaded) == [ReadOutcome.LOADED])
-        assert loaded.content == chunk.content
+        wait_until(lambda: read(plane, chunk.empty()) == [ReadOutcome.LOADED])
+        check_loads(plane, chunk)
         wait_until(lambda: write(plane, chunk) == [WriteOutcome.STORED])
         # The old one is a replica now, which refuses writes: nothing is sent there any more.
         wait_until(lambda: info(old, "replication").get("role") == "slave")
@@ -56,17 +57,16 @@ def test_a_failover_is_followed_and_the_stale_master_left(watched: Watched) -> N
 
 def test_a_master_that_dies_is_replaced(watched: Watched) -> None:
     old, new = watched.servers
-    chunk, loaded = Chunk(1, 50_000, SLOT, seed=1), Chunk(1, 50_000, SLOT)
+    chunk = Chunk(1, 50_000, SLOT, seed=1)
     # Sooner than Sentinel: the plane would see nothing but a new master otherwise.
     with running(watched.url, heartbeat_s=0.2) as plane:
         check_stores(plane, chunk)
         wait_until(lambda: new.command("DBSIZE") == chunk.stripe_count)
         old.kill()
         wait_until(lambda: not plane.state.up)
-        assert read(plane, loaded) == [ReadOutcome.UNAVAILABLE]
+        assert read(plane, chunk.empty()) == [ReadOutcome.UNAVAILABLE]
         wait_until(lambda: plane.state.up)
-        assert read(plane, loaded) == [ReadOutcome.LOADED]
-        assert loaded.content == chunk.content
+        check_loads(plane, chunk)
         check_stores(plane, chunk)
 
 

@@ -125,22 +125,13 @@ def test_a_chunk_that_has_failed_gets_no_stripe_0() -> None:
     assert job.outcome is WriteOutcome.TIMED_OUT
 
 
-class Harness:
-    """A writer without its thread."""
-
-    def __init__(self) -> None:
-        options = RedisOptions("redis://127.0.0.1:1")
-        self.jobs = Jobs()
-        nodes = DataNodes(parse_deployment(options), options, self.jobs)
-        self.node = DataNode(nodes.deployment.server, nodes, 1)
-        self.stores = Sets(self.node)
-        self.writer = BulkWorker("set-0", self.node, TaskQueue(), 4, self.stores)
-
-
 def test_no_connection_is_added_while_a_chunk_is_half_stored() -> None:
     """Whatever the number of chunks."""
-    harness = Harness()
-    writer, stores = harness.writer, harness.stores
+    options = RedisOptions("redis://127.0.0.1:1")
+    nodes = DataNodes(parse_deployment(options), options, Jobs())
+    node = DataNode(nodes.deployment.server, nodes, 1)
+    stores = Sets(node)
+    writer = BulkWorker("set-0", node, TaskQueue(), 4, stores)
     half = [new_write(2, number) for number in range(100)]
     tasks = [((job, 1), b"") for job in half]
     assert stores.may_widen
@@ -221,7 +212,10 @@ def test_nothing_is_sent_after_a_connection_was_lost(own_server: RedisServer) ->
 
 
 @pytest.mark.usefixtures("both_ways")
-def test_reads_go_on_while_the_server_takes_no_writes(own_server: RedisServer) -> None:
+def test_reads_go_on_while_the_server_takes_no_writes(
+    own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "WRITE_PAUSE_S", 0.05)
     chunk = Chunk(1, 40_000, 4096, seed=1)
     with running(own_server.url, connections=1) as plane:
         check_stores(plane, chunk)
@@ -232,7 +226,7 @@ def test_reads_go_on_while_the_server_takes_no_writes(own_server: RedisServer) -
         for number in range(10):
             assert write(plane, Chunk(2 + number, 40_000, 4096)) == [WriteOutcome.REJECTED]
             assert read(plane, chunk) == [ReadOutcome.LOADED]
-            time.sleep(0.1)
+            time.sleep(0.02)
         assert plane.state.up
         assert "NOREPLICAS" in plane.state.reason
         assert (plane.stats().connects, plane.stats().connections_lost) == (connects, 0)
