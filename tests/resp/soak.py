@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,13 +31,7 @@ from lmcache_redis.tiers import ReadOutcome
 from tests.resp.helpers import Chunk, read, running, wait_until, write
 from tests.resp.traffic import Traffic
 from tests.servers import RedisServer, free_port
-from tests.topologies import (
-    CuttableCluster,
-    Watched,
-    another_sentinel,
-    free_node_port,
-    info,
-)
+from tests.topologies import CuttableCluster, Watched, another_sentinel, free_node_port, info
 
 _PROBES = 24
 _PROBE_BYTES = 40_000
@@ -52,15 +46,46 @@ _IN_A_HURRY = ("SENTINEL", "DEBUG", "INFO-PERIOD", 500, "PUBLISH-PERIOD", 500)
 
 
 class Ground(ABC):
-    """Servers, what can happen to them, and how to mend it."""
+    """Servers, what can happen to them, and how to mend it. lost: what does not answer, or does not
+    hear the others, by its port.
+    """
 
     url: str
-    # What does not answer, or does not hear the others.
-    lost: set[int]
+
+    def __init__(self, source: random.Random) -> None:
+        self._random = source
+        self.lost: set[int] = set()
+        self._stopped: list[RedisServer] = []
 
     @property
+    def faults(self) -> dict[str, Callable[[], object]]:
+        return {
+            "primary killed": lambda: self._lose(RedisServer.kill),
+            "primary stopped": lambda: self._stopped.append(self._lose(RedisServer.stop)),
+            "clients killed": lambda: self._one().command(
+                "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"
+            ),
+            "primary paused": lambda: self._one().command("CLIENT", "PAUSE", 1500, "ALL"),
+        }
+
+    def _lose(self, how: Callable[[RedisServer], None]) -> RedisServer:
+        server = self._one()
+        self.lost.add(server.port)
+        how(server)
+        return server
+
+    def _revive(self, servers: Sequence[RedisServer]) -> None:
+        for server in self._stopped:
+            server.cont()
+        self._stopped = []
+        for server in servers:
+            if not server.running:
+                server.start()
+        self.lost = set()
+
     @abstractmethod
-    def faults(self) -> dict[str, Callable[[], None]]: ...
+    def _one(self) -> RedisServer:
+        """A primary."""
 
     @abstractmethod
     def names_primaries(self) -> bool:
@@ -79,8 +104,7 @@ class SixNodes(Ground):
     """Three primaries with a replica each; their bus can be cut."""
 
     def __init__(self, directory: Path, stack: ExitStack, source: random.Random) -> None:
-        self._random = source
-        self.lost = set()
+        super().__init__(source)
         self._cluster = CuttableCluster(directory, stack)
         for primary in list(self._cluster.nodes):
             self._cluster.add_replica(primary)
@@ -89,20 +113,15 @@ class SixNodes(Ground):
         )
         # Where nobody else has heard of yet.
         self._unheard: set[int] = set()
-        self._stopped: list[RedisServer] = []
         self._cut = False
 
     @property
-    def faults(self) -> dict[str, Callable[[], None]]:
-        return {
-            "primary killed": lambda: self._lose(RedisServer.kill),
-            "primary stopped": self._stop,
+    def faults(self) -> dict[str, Callable[[], object]]:
+        return super().faults | {
             "primary cut off": self._cut_off,
             "planned failover": self._fail_over,
             "primary moved": self._move_node,
             "slots moved": self._move_slots,
-            "clients killed": self._kill_clients,
-            "primary paused": self._pause,
         }
 
     def names_primaries(self) -> bool:
@@ -113,16 +132,11 @@ class SixNodes(Ground):
         )
 
     def mend(self) -> None:
-        for node in self._stopped:
-            node.cont()
-        self._stopped = []
-        for node in self._cluster.nodes:
-            if not node.running:
-                node.start()
+        self._revive(self._cluster.nodes)
         if self._cut:
             self._cluster.heal()
             self._cut = False
-        self.lost, self._unheard = set(), set()
+        self._unheard = set()
         wait_until(self._agrees, "the cluster agrees", 60.0)
 
     def told(self) -> list[str]:
@@ -161,15 +175,6 @@ class SixNodes(Ground):
         links = {state["master_link_status"] for state in states if state["role"] == "slave"}
         return links == {"up"} and all(map(self._cluster.knows_all, self._cluster.nodes))
 
-    def _lose(self, how: Callable[[RedisServer], None]) -> RedisServer:
-        node = self._one()
-        self.lost.add(node.port)
-        how(node)
-        return node
-
-    def _stop(self) -> None:
-        self._stopped.append(self._lose(RedisServer.stop))
-
     def _cut_off(self) -> None:
         """Until it knows: before that it answers everybody as a primary."""
         self._cut = True
@@ -201,19 +206,12 @@ class SixNodes(Ground):
         for slot in self._random.sample(slots, 40):
             self._cluster.move(slot, source, target)
 
-    def _kill_clients(self) -> None:
-        self._one().command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-
-    def _pause(self) -> None:
-        self._one().command("CLIENT", "PAUSE", 1500, "ALL")
-
 
 class ThreeSentinels(Ground):
     """A primary, its replica, and three that watch them."""
 
     def __init__(self, directory: Path, stack: ExitStack, source: random.Random) -> None:
-        self._random = source
-        self.lost = set()
+        super().__init__(source)
         self._watched = Watched(directory, stack)
         self._ports = [free_port(), free_port()]
         for number, port in enumerate(self._ports):
@@ -224,18 +222,13 @@ class ThreeSentinels(Ground):
         seeds = ",".join(f"127.0.0.1:{port}" for port in ports)
         self.url = f"redis+sentinel://{seeds}/mymaster"
         self._sentinels = ports
-        self._stopped: list[RedisServer] = []
 
     @property
-    def faults(self) -> dict[str, Callable[[], None]]:
-        return {
-            "primary killed": lambda: self._lose(RedisServer.kill),
-            "primary stopped": self._stop,
-            "planned failover": self._fail_over,
+    def faults(self) -> dict[str, Callable[[], object]]:
+        return super().faults | {
+            "planned failover": self._watched.fail_over,
             "Sentinel with its first configuration": self._forget,
             "Sentinel killed, then the primary": self._kill_both,
-            "clients killed": self._kill_clients,
-            "primary paused": self._pause,
         }
 
     def names_primaries(self) -> bool:
@@ -247,15 +240,9 @@ class ThreeSentinels(Ground):
         )
 
     def mend(self) -> None:
-        for server in self._stopped:
-            server.cont()
-        self._stopped = []
-        for server in self._watched.servers:
-            if not server.running:
-                server.start()
+        self._revive(self._watched.servers)
         if self._watched.sentinel("PING") is None:
             self._watched.start_sentinel(of_master=False)
-        self.lost = set()
         wait_until(self._agrees, "the Sentinels agree", 60.0)
 
     def told(self) -> list[str]:
@@ -267,15 +254,13 @@ class ThreeSentinels(Ground):
             return False
         is_linked = any(state.get("master_link_status") == "up" for state in states)
         ready = [self._is_ready(port) for port in self._sentinels]
-        return is_linked and all(ready) and set(self._named()) == {self._primary().port}
+        return is_linked and all(ready) and set(self._named()) == {self._one().port}
 
     def _is_ready(self, port: int) -> bool:
         """It knows the others and a replica that it may elect."""
         with redis.Redis(port=port, socket_timeout=5.0) as client:
             try:
-                client.execute_command(
-                    "SENTINEL", "DEBUG", "INFO-PERIOD", 500, "PUBLISH-PERIOD", 500
-                )
+                client.execute_command(*_IN_A_HURRY)
                 state = client.sentinel_master("mymaster")
                 replicas = client.sentinel_slaves("mymaster")
             except redis.exceptions.RedisError:
@@ -293,21 +278,9 @@ class ThreeSentinels(Ground):
                 found.append(int(client.sentinel_get_master_addr_by_name("mymaster")[1]))
         return found
 
-    def _primary(self) -> RedisServer:
+    def _one(self) -> RedisServer:
         roles = [(info(s, "replication").get("role"), s) for s in self._watched.servers]
         return next(server for role, server in roles if role == "master")
-
-    def _lose(self, how: Callable[[RedisServer], None]) -> RedisServer:
-        server = self._primary()
-        self.lost.add(server.port)
-        how(server)
-        return server
-
-    def _stop(self) -> None:
-        self._stopped.append(self._lose(RedisServer.stop))
-
-    def _fail_over(self) -> None:
-        self._watched.fail_over()
 
     def _forget(self) -> None:
         self._watched.stop_sentinel()
@@ -316,12 +289,6 @@ class ThreeSentinels(Ground):
     def _kill_both(self) -> None:
         self._watched.stop_sentinel()
         self._lose(RedisServer.kill)
-
-    def _kill_clients(self) -> None:
-        self._primary().command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-
-    def _pause(self) -> None:
-        self._primary().command("CLIENT", "PAUSE", 1500, "ALL")
 
 
 GROUNDS: dict[str, Callable[[Path, ExitStack, random.Random], Ground]] = {

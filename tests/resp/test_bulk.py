@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import os
 import socket
 import threading
@@ -16,18 +18,12 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis import native
-from lmcache_redis.chunks.frame import (
-    HEADER_BYTES,
-    SHORT_BYTES,
-    ChunkFrame,
-    Verdict,
-    add_checksums,
-)
+from lmcache_redis.chunks.frame import HEADER_BYTES, SHORT_BYTES, ChunkFrame, Verdict, add_checksums
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import (
     RedisError,
+    RedisFull,
     RedisProtocolError,
-    RedisReplyError,
     RedisTimeout,
     RedisUnavailable,
 )
@@ -120,55 +116,38 @@ class Lanes:
         for server in self.servers:
             server.settimeout(5)
 
-    def load(
+    def move(
         self,
+        is_load: bool,
         tasks: list[Request],
         in_flight: int = 0,
         lanes: int | None = None,
         *,
         drain: bool = True,
-        within_s: float = 5.0,
         verify: bool = True,
         is_sending: bool = False,
     ) -> Moved:
-        handles = self.handles[:lanes]
-        until = time.monotonic() + within_s
-        call = MoveCall(handles, tasks, in_flight, is_sending, drain, until, verify)
-        return self._mover.move(call, is_load=True)
-
-    def store(
-        self,
-        tasks: list[Request],
-        in_flight: int = 0,
-        lanes: int | None = None,
-        *,
-        is_sending: bool = False,
-    ) -> Moved:
-        handles = self.handles[:lanes]
         until = time.monotonic() + 5.0
-        call = MoveCall(handles, tasks, in_flight, is_sending, True, until)
-        return self._mover.move(call, is_load=False)
+        call = MoveCall(self.handles[:lanes], tasks, in_flight, is_sending, drain, until, verify)
+        return self._mover.move(call, is_load)
 
-    def load_one(self, task: Request, in_flight: int = 0, verify: bool = True) -> Result:
+    load = functools.partialmethod(move, True)
+    store = functools.partialmethod(move, False)
+
+    def one(self, is_load: bool, task: Request, in_flight: int = 0, verify: bool = True) -> Result:
         """The result of a task on the first lane; in_flight: 1 if it was sent."""
-        return self._one(True, task, in_flight, verify)
-
-    def store_one(self, task: Request, in_flight: int = 0) -> Result:
-        """As `load_one`."""
-        return self._one(False, task, in_flight, True)
-
-    def _one(self, is_load: bool, task: Request, in_flight: int, verify: bool) -> Result:
         is_sending = False
         until = time.monotonic() + 15.0
         while time.monotonic() < until:
             # A call may end early on a busy machine; the next one continues.
-            call = MoveCall(self.handles[:1], [task], in_flight, is_sending, True, until, verify)
-            moved = self._mover.move(call, is_load)
+            moved = self.move(is_load, [task], in_flight, 1, verify=verify, is_sending=is_sending)
             if moved.done:
-                (result,) = moved.done
-                return result
+                return moved.done[0]
             in_flight, is_sending = 1, moved.sending == errno.EAGAIN
         raise AssertionError("no result within 15 s")
+
+    load_one = functools.partialmethod(one, True)
+    store_one = functools.partialmethod(one, False)
 
     def __enter__(self) -> Lanes:
         return self
@@ -189,14 +168,13 @@ def failure_of(result: Result) -> StripeFailure:
     return result
 
 
-def load_one(mover: Mover, reply: bytes, task: Request, close: bool = False) -> tuple[Result, bool]:
-    """What becomes of a stripe whose reply begins so; whether something was left unread."""
+def load_one(mover: Mover, reply: bytes, task: Request, close: bool = False) -> Result:
+    """What becomes of a stripe whose reply begins so."""
     with Lanes(mover, 1) as lanes:
         lanes.servers[0].sendall(reply)
         if close:
             lanes.servers[0].shutdown(socket.SHUT_WR)
-        result = lanes.load_one(task)
-        return result, not lanes.connections[0]._is_quiet()
+        return lanes.load_one(task)
 
 
 # ---------------------------------------------------------------------- load
@@ -324,8 +302,7 @@ def test_other_replies(mover: Mover, reply: bytes, end: End, data: bytes) -> Non
     ],
 )
 def test_garbage(mover: Mover, reply: bytes) -> None:
-    result, _ = load_one(mover, reply, to_load(0, bytearray(PAYLOAD)))
-    assert failure_of(result)[0] == End.GARBAGE
+    assert failure_of(load_one(mover, reply, to_load(0, bytearray(PAYLOAD))))[0] == End.GARBAGE
 
 
 @settings(
@@ -344,7 +321,7 @@ def test_garbage(mover: Mover, reply: bytes) -> None:
 )
 def test_anything_ends_the_stripe(mover: Mover, reply: bytes) -> None:
     slot = bytearray(PAYLOAD)
-    result, _ = load_one(mover, reply, to_load(0, slot), close=True)
+    result = load_one(mover, reply, to_load(0, slot), close=True)
     if isinstance(result, bytes):
         assert reply.startswith(GOOD)
         assert slot == payload_of(0)
@@ -366,7 +343,7 @@ def test_a_header_counts_where_its_frame_says_so(
     check = FRAME.check_header(value, 1)
     good = check.verdict is Verdict.OK and check.checksum == xxh3_64_intdigest(payload)
     slot = bytearray(PAYLOAD)
-    result, _ = load_one(mover, reply_with(bytes(value)), to_load(1, slot))
+    result = load_one(mover, reply_with(bytes(value)), to_load(1, slot))
     assert slot == payload
     if good:
         assert result == check.store_id
@@ -485,14 +462,19 @@ def test_one_of_several_acknowledgements_is_missing(lanes: Lanes) -> None:
 # ------------------------------------------------------------------- one value
 
 
-@pytest.fixture
-def one() -> Iterator[tuple[Connection, socket.socket]]:
+@contextlib.contextmanager
+def connected() -> Iterator[tuple[Connection, socket.socket]]:
     ours, peer = socket.socketpair()
     connection = Connection(ours, ENDPOINT, 10.0)
     connection.is_open = True
-    yield connection, peer
-    connection.close()
-    peer.close()
+    with contextlib.closing(connection), peer:
+        yield connection, peer
+
+
+@pytest.fixture
+def one() -> Iterator[tuple[Connection, socket.socket]]:
+    with connected() as one:
+        yield one
 
 
 def test_what_failures_mean(one: tuple[Connection, socket.socket]) -> None:
@@ -506,35 +488,25 @@ def test_what_failures_mean(one: tuple[Connection, socket.socket]) -> None:
 
 
 def test_calls_take_exactly_their_replies() -> None:
-    def call(data: bytes, count: int) -> list[object]:
-        ours, peer = socket.socketpair()
-        connection = Connection(ours, ENDPOINT, 10.0)
-        connection.is_open = True
-        try:
-            peer.sendall(data)
-            peer.shutdown(socket.SHUT_WR)
-            return list(connection.call(b"PING\r\n", count, time.monotonic() + 10))
-        except RedisError as error:
-            if not isinstance(error, RedisReplyError) and "OOM" not in str(error):
-                # What comes next on it would be taken for the next call's.
-                assert not connection.is_open
-            raise
-        finally:
-            connection.close()
-            peer.close()
-
     for replies, kind in (
         (b":1\r\n:2\r\n:3\r\n", RedisProtocolError),
         (b":1\r\n:2\r\n$5\r\nab", RedisProtocolError),
-        (b":1\r\n-OOM x\r\n", RedisError),
+        (b":1\r\n-OOM x\r\n", RedisFull),
         (b":1\r\n", RedisUnavailable),
         (b"what is this\r\n", RedisProtocolError),
         (b"_1\r\n:1\r\n", RedisProtocolError),
         (b":1\r\n?\r\n", RedisProtocolError),
     ):
-        with pytest.raises(kind):
-            call(replies, 2)
-    assert call(b":1\r\n$1\r\na\r\n", 2) == [1, b"a"]
+        with connected() as (connection, peer):
+            peer.sendall(replies)
+            peer.shutdown(socket.SHUT_WR)
+            with pytest.raises(kind):
+                connection.call(b"PING\r\n", 2, time.monotonic() + 10)
+            # Else what comes next on it would be taken for the next call's.
+            assert connection.is_open == (kind is RedisFull)
+    with connected() as (connection, peer):
+        peer.sendall(b":1\r\n$1\r\na\r\n")
+        assert connection.call(b"PING\r\n", 2, time.monotonic() + 10) == [1, b"a"]
 
 
 def test_a_deadline_in_the_past_costs_no_connection(one: tuple[Connection, socket.socket]) -> None:

@@ -11,22 +11,10 @@ from contextlib import ExitStack
 import pytest
 
 from lmcache_redis.cache import schedule
-from lmcache_redis.chunks.names import (
-    ChunkForm,
-    ChunkNames,
-    claim_key,
-    opaque_pages,
-    stripe_key,
-)
+from lmcache_redis.chunks.names import ChunkForm, ChunkNames, claim_key, opaque_pages, stripe_key
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.tier_kinds import REDIS
-from lmcache_redis.tiers import (
-    CallOutcome,
-    ChunkIO,
-    ExistsResult,
-    ReadOutcome,
-    WriteDone,
-)
+from lmcache_redis.tiers import CallOutcome, ChunkIO, ExistsResult, ReadOutcome, WriteDone
 from tests.acl import PASSWORD
 from tests.cache.played import World, run_until
 from tests.harness import WAIT_S, block_hashes, wait_until

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from lmcache_redis.chunks.names import stripe_key
@@ -76,24 +74,6 @@ def test_a_lost_shard_costs_only_its_chunks(cluster: Cluster) -> None:
         wait_until(lambda: "shards are down" not in plane.state.reason)
         wait_until(lambda: set(write(plane, *small)) == {WriteOutcome.STORED})
         check_loads(plane, *small)
-
-
-def test_a_shard_that_restarts_empty_makes_no_half_chunk_visible(cluster: Cluster) -> None:
-    stored = [Chunk(n, BIG, SLOT, seed=n) for n in range(30)]
-    with running(cluster.url) as plane:
-        killer = threading.Thread(target=cluster.nodes[1].restart)
-        killer.start()
-        outcomes = write(plane, *stored)
-        killer.join()
-        probe = Chunk(1000, BIG, SLOT, seed=1)
-        wait_until(lambda: write(plane, probe) == [WriteOutcome.STORED])
-        loaded = [chunk.empty() for chunk in stored]
-        for chunk, written, outcome in zip(loaded, outcomes, read(plane, *loaded), strict=True):
-            if outcome is ReadOutcome.LOADED:
-                assert chunk.content == stored[chunk.number].content
-            # What was stored before the restart may have lost stripes: a miss, never wrong bytes.
-            assert outcome in (ReadOutcome.LOADED, ReadOutcome.MISSING, ReadOutcome.INCOMPLETE)
-            assert written in (WriteOutcome.STORED, WriteOutcome.UNAVAILABLE)
 
 
 def test_a_url_of_the_other_kind_says_what_to_write(cluster: Cluster, server: RedisServer) -> None:

@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis.admin.server import open_server
-from lmcache_redis.errors import (
-    RedisAuthError,
-    RedisError,
-    RedisProtocolError,
-    RedisUnavailable,
-)
+from lmcache_redis.errors import RedisAuthError, RedisError, RedisProtocolError, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.net.connection import Connector
 from lmcache_redis.resp.net.wire import PING_COMMAND

@@ -21,7 +21,6 @@ from tests.resp.helpers import (
     check_stores,
     chunk_key,
     first_key,
-    our_connections,
     read,
     running,
     scan,
@@ -44,10 +43,6 @@ def check_works(plane: RedisPlane, number: int = 99) -> None:
     """Store and load a chunk, once the plane has found the server again."""
     wait_until(lambda: plane.state.up, "the plane did not find the server again")
     check_moves(plane, Chunk(number, SIZE, SLOT, seed=number))
-
-
-def connections_of(server: RedisServer, role: str) -> int:
-    return sum(name.startswith(f"lmcache-redis:{role}") for name in our_connections(server))
 
 
 # -------------------------------------------------------------------- killed
@@ -90,27 +85,6 @@ def test_killed_in_the_middle_of_loads(own_server: RedisServer) -> None:
         own_server.start()
         check_works(plane)
         assert read(plane, chunks[0]) == [ReadOutcome.MISSING]
-
-
-@BOTH_WAYS
-def test_killed_in_the_middle_of_stores(own_server: RedisServer) -> None:
-    chunks = [Chunk(number, SIZE, SLOT, seed=number) for number in range(10)]
-    with Proxy(own_server.port) as proxy, running(proxy.url, connections=3) as plane:
-        # All are open: the proxy holds the answers to a greeting back as well.
-        wait_until(lambda: write(plane, *chunks) and connections_of(own_server, "set") == 3)
-        own_server.command("FLUSHALL")
-        proxy.acknowledge.clear()
-        proxy.stripes_set.clear()
-        answers = Answers()
-        for chunk in chunks:
-            plane.store_all((chunk.io(),), answers)
-        wait_until(lambda: len(proxy.stripes_set) >= 3)
-        own_server.kill()
-        proxy.acknowledge.set()
-        assert set(answers.wait(10)) <= NOT_STORED
-        own_server.start()
-        check_works(plane)
-        assert scan(plane, [chunk_key(n) for n in range(10)]).prefix_length == 0
 
 
 @BOTH_WAYS

@@ -23,9 +23,9 @@ from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.resp.sources import Doubt
 from tests.resp.helpers import running, wait_until
-from tests.resp.test_node import bulk, slots_of
+from tests.resp.test_node import slots_of
 from tests.resp.trickling import Answer as Said
-from tests.resp.trickling import LyingServer
+from tests.resp.trickling import LyingServer, packed
 
 SLOTS = [b"CLUSTER", b"SLOTS"]
 
@@ -94,7 +94,7 @@ def test_a_user_without_the_right_loses_what_it_buys(
         if words[1:2] in ([b"INFO"], [b"MASTER"]):
             return b"-NOPERM this user has no permissions\r\n"
         if words[0] == b"SENTINEL":
-            return b"*2\r\n" + bulk("127.0.0.1") + bulk(7000)
+            return packed([b"127.0.0.1", b"7000"])
         return slots_of(7000) if words == SLOTS else None
 
     caplog.set_level(logging.INFO)

@@ -13,19 +13,9 @@ from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.maps import SLOTS, ServerMap
 from lmcache_redis.resp.options import parse_deployment
 from tests.resp.helpers import find_servers
-from tests.resp.trickling import LyingServer
+from tests.resp.trickling import LyingServer, packed
 
 Node = tuple[bytes | None, int]
-
-
-def packed(value: Any) -> bytes:
-    if isinstance(value, int):
-        return b":%d\r\n" % value
-    if value is None:
-        return b"$-1\r\n"
-    if isinstance(value, bytes):
-        return b"$%d\r\n%b\r\n" % (len(value), value)
-    return b"*%d\r\n" % len(value) + b"".join(map(packed, value))
 
 
 def node(host: bytes | None, port: int) -> list[Any]:

@@ -39,28 +39,17 @@ from tests.resp.helpers import (
     wait_until,
     write,
 )
-from tests.resp.trickling import Answer, LyingServer
+from tests.resp.trickling import Answer, LyingServer, packed
 from tests.servers import RedisServer
 
 SECRET = "s3cret"
 
 
-def bulk(text: object) -> bytes:
-    data = str(text).encode()
-    return b"$%d\r\n%b\r\n" % (len(data), data)
-
-
 def slots_of(*ports: int) -> bytes:
     """The reply to CLUSTER SLOTS of shards on loopback with equal shares."""
-    rows = []
-    for number, port in enumerate(ports):
-        first, last = (16384 * n // len(ports) for n in (number, number + 1))
-        rows.append(
-            b"*3\r\n:%d\r\n:%d\r\n*2\r\n" % (first, last - 1)
-            + bulk("127.0.0.1")
-            + b":%d\r\n" % port
-        )
-    return b"*%d\r\n" % len(rows) + b"".join(rows)
+    ends = [16384 * number // len(ports) for number in range(len(ports) + 1)]
+    rows = zip(itertools.pairwise(ends), ports, strict=True)
+    return packed([[first, end - 1, [b"127.0.0.1", port]] for (first, end), port in rows])
 
 
 def shard(answers: Callable[[list[bytes]], Answer] = lambda words: None) -> LyingServer:

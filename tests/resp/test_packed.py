@@ -142,7 +142,7 @@ def test_it_may_stop_anywhere(mover: Mover, end: str, nbytes: int) -> None:
 
 
 def ends(mover: Mover, value: bytes, into: Slot) -> Result:
-    result, _ = load_one(mover, reply_with(value), into.request)
+    result = load_one(mover, reply_with(value), into.request)
     into.check_guards()
     return result
 

@@ -14,15 +14,7 @@ from lmcache_redis.chunks.frame import HEADER_BYTES, SEAL_AT, describe_header
 from lmcache_redis.resp import RedisPlane
 from lmcache_redis.seal import SealKeys
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
-from tests.resp.helpers import (
-    Answers,
-    Chunk,
-    check_loads,
-    check_moves,
-    check_stores,
-    read,
-    running,
-)
+from tests.resp.helpers import Answers, Chunk, check_loads, check_moves, check_stores, read, running
 from tests.resp.test_codecs import flip, with_right_checksums
 from tests.resp.test_corruption import SIZE, SLOT, check, spoil
 from tests.resp.test_corruption import stored as stored

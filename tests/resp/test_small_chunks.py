@@ -26,8 +26,7 @@ from tests.resp.helpers import (
     wait_until,
     write,
 )
-from tests.resp.proxy import Cut, Proxy
-from tests.resp.scissors import Scissors
+from tests.resp.proxy import Cut, Forge, Proxy
 from tests.servers import RedisServer
 
 BOTH_WAYS = pytest.mark.usefixtures("both_ways")
@@ -152,8 +151,8 @@ def test_one_is_cancelled_and_the_others_come(own_server: RedisServer, kind: str
 
 
 @BOTH_WAYS
-def test_a_lost_connection_costs_what_was_under_way(server: RedisServer) -> None:
-    with Proxy(server.port) as proxy, running(proxy.url, connections=2) as plane:
+def test_a_lost_connection_costs_what_was_under_way(proxy: Proxy) -> None:
+    with running(proxy.url, connections=2) as plane:
         stored, loaded = some(32, filled=True), some(32)
         check_moves(plane, *stored)
         proxy.for_gets.extend([None] * 9 + [Cut(1000)])
@@ -164,10 +163,10 @@ def test_a_lost_connection_costs_what_was_under_way(server: RedisServer) -> None
 
 
 @pytest.mark.parametrize("reply", [b"-NOPERM not this one\r\n", b":1\r\n"])
-def test_a_refused_store_is_one_chunk(own_server: RedisServer, reply: bytes) -> None:
-    with Scissors(own_server.port) as scissors, running(scissors.url) as plane:
+def test_a_refused_store_is_one_chunk(proxy: Proxy, reply: bytes) -> None:
+    with running(proxy.url) as plane:
         check_stores(plane, *some(4, filled=True))
-        scissors.replace("set", reply)
+        proxy.spoil("set", Forge(reply))
         outcomes = write(plane, *some(40, filled=True, first=10))
         assert outcomes.count(WriteOutcome.STORED) >= 30
         assert set(outcomes) > {WriteOutcome.STORED}

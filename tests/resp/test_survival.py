@@ -25,7 +25,7 @@ from tests.resp.helpers import (
     wait_until,
     write,
 )
-from tests.resp.scissors import Scissors
+from tests.resp.proxy import Cut, Forge, Proxy
 from tests.servers import RedisServer
 
 BOTH_WAYS = pytest.mark.usefixtures("both_ways")
@@ -65,14 +65,14 @@ def settled(plane: RedisPlane, number: int) -> None:
 
 @BOTH_WAYS
 @pytest.mark.parametrize("role", ROLES)
-def test_a_reply_cut_after_every_byte(server: RedisServer, role: str) -> None:
+def test_a_reply_cut_after_every_byte(server: RedisServer, proxy: Proxy, role: str) -> None:
     settings = {"connections": 1, "probe_interval_s": 0.01}
-    with Scissors(server.port) as scissors, running(scissors.url, **settings) as plane:
+    with running(proxy.url, **settings) as plane:
         settled(plane, 1)
         for after_bytes in range(ROLES[role]):
-            scissors.cut(role, after_bytes)
+            proxy.spoil(role, Cut(after_bytes))
             check_all(plane, 2)
-            wait_until(lambda: not scissors.armed, "nothing was cut")
+            wait_until(lambda: not proxy.is_to_spoil, "nothing was cut")
         settled(plane, 1)
         # Bytes that never came are no reason to delete what is there.
         assert server.command("EXISTS", *Chunk(1, SIZE, SLOT).stripe_keys()) == 2
@@ -84,21 +84,21 @@ GARBAGE = [b"HTTP/1.1 502 Bad Gateway\r\n\r\n", b"\0" * 3000, b"+OK\r\n+OK\r\n+O
 
 @BOTH_WAYS
 @pytest.mark.parametrize("role", ROLES)
-def test_garbage_on_any_connection(server: RedisServer, role: str) -> None:
+def test_garbage_on_any_connection(server: RedisServer, proxy: Proxy, role: str) -> None:
     """It costs what was asked there, and nothing else."""
     settings = {"connections": 1, "probe_interval_s": 0.01, "op_timeout_s": 0.3}
     chunk = Chunk(1, SIZE, SLOT, seed=1)
-    with Scissors(server.port) as scissors, running(scissors.url, **settings) as plane:
+    with running(proxy.url, **settings) as plane:
         for reply in GARBAGE:
             settled(plane, 1)
-            scissors.replace(role, reply)
+            proxy.spoil(role, Forge(reply))
             loaded = chunk.empty()
             outcomes = {
                 "set": write(plane, Chunk(2, SIZE, SLOT, seed=2))[0].name,
                 "control": scan(plane, [chunk_key(1)]).outcome.name,
                 "get": read(plane, loaded)[0].name,
             }
-            assert not scissors.armed
+            assert not proxy.is_to_spoil
             good = {"set": "STORED", "control": "DONE", "get": "LOADED"}
             assert outcomes.pop(role) in ("UNAVAILABLE", "TIMED_OUT")
             assert outcomes.items() <= good.items()

@@ -10,12 +10,24 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.resp.loopback import Loopback, shut_down
 
 # Then a server that trickles goes away, so that who waits for it anyway fails, and is told so.
 _LONGEST_S = 5.0
 _PLAIN = {b"PING": b"+PONG\r\n", b"EXISTS": b":0\r\n"}
+
+
+def packed(value: Any) -> bytes:
+    """As a server sends it."""
+    if isinstance(value, int):
+        return b":%d\r\n" % value
+    if value is None:
+        return b"$-1\r\n"
+    if isinstance(value, bytes):
+        return b"$%d\r\n%b\r\n" % (len(value), value)
+    return b"*%d\r\n" % len(value) + b"".join(map(packed, value))
 
 
 @dataclass(frozen=True)
