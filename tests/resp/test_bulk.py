@@ -205,36 +205,6 @@ def test_quiet_where_nothing_comes(lanes: Lanes) -> None:
     assert lanes.load_one(task, 1) == STORE_ID
 
 
-@pytest.mark.parametrize("end", ["late", "lost"])
-def test_a_reply_that_stops_anywhere(mover: Mover, end: str) -> None:
-    """The next call goes on at that byte; or the connection is lost.
-
-    After every byte around the borders of length, header, payload and end, and some between.
-    """
-    frame = frame_of(256, 1)
-    payload = payload_of(0, 256)
-    reply = reply_with(value_of(0, payload, frame))
-    first, last = len(b"$896\r\n") + HEADER_BYTES, len(reply) - 2
-    cuts = [*range(8), *range(8, first, 61), *range(first - 2, first + 3)]
-    cuts += [*range(first + 3, last - 2, 11), *range(last - 2, len(reply))]
-    for cut in cuts:
-        slot = bytearray(256)
-        task = to_load(0, slot, frame)
-        with Lanes(mover, 1) as lanes:
-            lanes.servers[0].sendall(reply[:cut])
-            if end == "lost":
-                lanes.servers[0].shutdown(socket.SHUT_WR)
-                assert failure_of(lanes.load_one(task))[0] == End.LOST
-                continue
-            moved = lanes.load([task])
-            while moved.sending == errno.EAGAIN:  # a call may end early on a busy machine
-                moved = lanes.load([task], 1, is_sending=True)
-            assert moved == Moved([0], [], 0)
-            lanes.servers[0].sendall(reply[cut:])
-            assert lanes.load_one(task, 1) == STORE_ID
-            assert slot == payload
-
-
 def test_the_rest_of_a_reply_may_go_elsewhere(lanes: Lanes) -> None:
     """A slot is free as soon as the mover is given other memory in its place."""
     slot, scratch = bytearray(PAYLOAD), bytearray(PAYLOAD)

@@ -142,17 +142,6 @@ def test_stopped_past_the_deadline_then_continued(own_server: RedisServer) -> No
         check_works(plane)
 
 
-def test_a_deadline_that_has_passed_touches_nothing(proxy: Proxy) -> None:
-    with running(proxy.url) as plane:
-        check_works(plane)
-        gets, sets = proxy.gets, len(proxy.stripes_set)
-        assert read(plane, Chunk(99, SIZE, SLOT), within_s=-1.0) == [ReadOutcome.TIMED_OUT]
-        assert write(plane, Chunk(1, SIZE, SLOT), within_s=-1.0) == [WriteOutcome.TIMED_OUT]
-        assert scan(plane, [chunk_key(1)], within_s=-1.0).outcome is CallOutcome.TIMED_OUT
-        assert (proxy.gets, len(proxy.stripes_set)) == (gets, sets)
-        assert plane.stats().connections_lost == 0
-
-
 def test_a_slow_answer_is_no_outage(proxy: Proxy) -> None:
     """A GET that never ends costs its chunk; a server that answers PING stays up."""
     with running(proxy.url, op_timeout_s=0.5) as plane:

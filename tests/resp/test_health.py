@@ -270,16 +270,6 @@ def test_threads_wait_until_a_server_is_up(probed: LyingServer) -> None:
     close(prober)
 
 
-def test_a_user_who_may_not_ping_may_use_the_server(
-    probed: LyingServer, says: dict[bytes, bytes]
-) -> None:
-    says[b"PING"] = b"-NOPERM this user has no permissions to run 'ping'\r\n"
-    prober = Prober(probed)
-    prober.step()
-    assert prober.health.is_up
-    close(prober)
-
-
 @pytest.mark.parametrize("reply", [b"no reply\r\n", b"-NOAUTH Authentication required.\r\n"])
 def test_a_heartbeat_that_fails_takes_the_server_down(
     probed: LyingServer,

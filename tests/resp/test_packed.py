@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import random
 import socket
@@ -116,11 +117,16 @@ def test_it_comes_back_in_its_slot(mover: Mover, nbytes: int, piece: int) -> Non
     into.check_guards()
 
 
-@pytest.mark.parametrize("nbytes", [TINY, SMALL])
+@pytest.mark.parametrize(("nbytes", "is_packed"), [(256, False), (TINY, True), (SMALL, True)])
 @pytest.mark.parametrize("end", ["late", "lost"])
-def test_it_may_stop_anywhere(mover: Mover, end: str, nbytes: int) -> None:
+def test_a_reply_that_stops_anywhere(mover: Mover, end: str, nbytes: int, is_packed: bool) -> None:
+    """The next call goes on at that byte; or the connection is lost.
+
+    After every byte around the borders of length, header, payload and end, and some between.
+    """
     plain, frame = plain_of(nbytes), frame_of(nbytes)
-    reply = reply_with(bytes(packed_value(packed_of(plain), frame)))
+    value = packed_value(packed_of(plain), frame) if is_packed else value_of(0, plain, frame)
+    reply = reply_with(bytes(value))
     head = reply.index(b"LMCR")
     cuts = [*range(12), *range(12, head + HEADER_BYTES, 97), len(reply) // 2]
     cuts += [*range(head + HEADER_BYTES - 2, head + HEADER_BYTES + 3)]
@@ -134,7 +140,10 @@ def test_it_may_stop_anywhere(mover: Mover, end: str, nbytes: int) -> None:
                 lanes.servers[0].shutdown(socket.SHUT_WR)
                 assert failure_of(lanes.load_one(into.request))[0] == End.LOST
                 continue
-            assert lanes.load([into.request]) == Moved([0], [], 0)
+            moved = lanes.load([into.request])
+            while moved.sending == errno.EAGAIN:  # a call may end early on a busy machine
+                moved = lanes.load([into.request], 1, is_sending=True)
+            assert moved == Moved([0], [], 0)
             lanes.servers[0].sendall(reply[cut:])
             assert lanes.load_one(into.request, 1) == STORE_ID
         assert into.slot == plain

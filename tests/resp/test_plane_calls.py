@@ -67,14 +67,14 @@ def list_keys(plane: RedisPlane, limit: int = 1000) -> tuple[CallOutcome, set[by
 @pytest.mark.parametrize("kind", ["server", "cluster"])
 @pytest.mark.servers
 def test_chunks_are_described_listed_and_removed(request: pytest.FixtureRequest, kind: str) -> None:
-    chunks, gone = some_chunks(20), chunk_key(77)
+    chunks, gone = some_chunks(40), chunk_key(77)
     every = {chunk.key for chunk in chunks}
     done = CallOutcome.DONE
     with running(request.getfixturevalue(kind).url) as plane:
         assert scan(plane, [gone]) == (done, 0)
         check_stores(plane, *chunks)
         assert scan(plane, []) == (done, 0)
-        assert scan(plane, [*sorted(every), gone, chunks[0].key]) == (done, 20)
+        assert scan(plane, [*sorted(every), gone, chunks[0].key]) == (done, 40)
         frames = [chunks[0].frame, None, chunks[9].frame]
         assert describe(plane, [chunks[0].key, gone, chunks[9].key]) == (done, frames)
         assert exists(plane, [gone, chunks[3].key])[:2] == (done, [False, True])
@@ -84,7 +84,7 @@ def test_chunks_are_described_listed_and_removed(request: pytest.FixtureRequest,
         assert remove(plane, chunks[4])[:2] == (done, 10)
         assert remove(plane, chunks[4])[:2] == (done, 0)
         assert list_keys(plane) == (done, every - {chunks[4].key})
-        assert clear(plane, STEM)[:2] == (done, 190)
+        assert clear(plane, STEM)[:2] == (done, 390)
         assert list_keys(plane) == (done, set())
 
 

@@ -19,6 +19,7 @@ from tests.resp.helpers import (
     check_stores,
     chunk_key,
     our_connections,
+    plane_threads,
     read,
     running,
     scan,
@@ -151,7 +152,7 @@ def cut(server: RedisServer) -> Callable[[], object]:
 def test_everything_works_again_after_its_return(
     own_server: RedisServer, fault: Callable[[RedisServer], Callable[[], object]]
 ) -> None:
-    """Every connection is back, one of each."""
+    """Every connection is back, one of each, and every thread is still there."""
     chunks = [Chunk(n, 4 << 20, (256 << 10) - 4096, seed=n) for n in range(2)]
     wanted = [chunk.content for chunk in chunks]
 
@@ -165,7 +166,7 @@ def test_everything_works_again_after_its_return(
     patient = {"op_timeout_s": PATIENCE_S, "connect_timeout_s": PATIENCE_S, "heartbeat_s": 0.2}
     with running(own_server.url, **patient) as plane:
         wait_until(lambda: len(move(plane)) == CONNECTIONS)
-        connections = our_connections(own_server)
+        connections, threads = our_connections(own_server), sorted(plane_threads())
         bring_back = fault(own_server)
         outcomes = read(plane, Chunk(0, 100, 64), Chunk(1, 100, 64), within_s=0.3)
         assert ReadOutcome.LOADED not in outcomes
@@ -173,5 +174,6 @@ def test_everything_works_again_after_its_return(
         wait_until(lambda: plane.state.up)
         # Connections that died idle are replaced by their first use.
         wait_until(lambda: move(plane) == connections, "not all are back")
+        assert sorted(plane_threads()) == threads
         assert [chunk.content for chunk in chunks] == wanted
     wait_until(lambda: not our_connections(own_server), "a connection outlived the plane")

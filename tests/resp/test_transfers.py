@@ -20,7 +20,16 @@ from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.resp.transfers import Read, Sets, Write
 from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, WriteOutcome
-from tests.resp.helpers import Chunk, check_stores, open_streams, read, running, wait_until, write
+from tests.resp.helpers import (
+    Answers,
+    Chunk,
+    check_stores,
+    open_streams,
+    read,
+    running,
+    wait_until,
+    write,
+)
 from tests.resp.proxy import Proxy
 from tests.resp.trickling import Answer, LyingServer
 from tests.servers import RedisServer
@@ -192,12 +201,8 @@ def test_nothing_is_sent_after_a_connection_was_lost(own_server: RedisServer) ->
     with Proxy(own_server.port) as proxy, running(proxy.url, connections=4) as plane:
         check_stores(plane, Chunk(2, 40 * 4096, 4096, seed=2))
         proxy.hold_after = proxy.acknowledged + 20
-        answers: list[WriteOutcome] = []
-
-        def done(io: ChunkIO, outcome: WriteOutcome) -> None:
-            answers.append(outcome)
-
-        plane.store_all((chunk.io(),), done)
+        answers = Answers()
+        plane.store_all((chunk.io(),), answers)
         wait_until(lambda: not proxy.acknowledge.is_set())
         # Until each connection has a stripe in flight.
         time.sleep(0.3)
@@ -207,8 +212,7 @@ def test_nothing_is_sent_after_a_connection_was_lost(own_server: RedisServer) ->
         time.sleep(0.1)
         assert len(proxy.stripes_set) <= sent + 1
         proxy.acknowledge.set()
-        wait_until(lambda: answers)
-        assert answers == [WriteOutcome.UNAVAILABLE]
+        assert answers.wait(1) == [WriteOutcome.UNAVAILABLE]
 
 
 @pytest.mark.usefixtures("both_ways")
