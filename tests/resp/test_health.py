@@ -175,16 +175,9 @@ class Prober(DataServer):
     """The health of a server, probed when the test says so. answer: as of a `LyingServer`."""
 
     def __init__(self, server: LyingServer, **options: Any) -> None:
-        settings = RedisOptions(
-            server.url,
-            connect_timeout_s=SLOW_S,
-            **{
-                "op_timeout_s": SLOW_S,
-                "probe_interval_s": 0.01,
-                "heartbeat_s": 0.01,
-                **options,
-            },
-        )
+        times = {"connect_timeout_s": SLOW_S, "op_timeout_s": SLOW_S}
+        times |= {"probe_interval_s": 0.01, "heartbeat_s": 0.01}
+        settings = RedisOptions(server.url, **times | options)
         self.outages = self.maps_are_old = 0
         super().__init__(parse_deployment(settings).server, settings, Jobs(), self._old)
         self.step = Controller(self)._step
@@ -227,6 +220,13 @@ def close(prober: Prober) -> None:
     assert open_streams(prober.connector) == 0
 
 
+@pytest.fixture
+def prober(probed: LyingServer) -> Iterator[Prober]:
+    prober = Prober(probed)
+    yield prober
+    close(prober)
+
+
 def pings(server: LyingServer) -> int:
     return sum(words[0] == b"PING" for words in server.commands)
 
@@ -253,8 +253,7 @@ def test_a_server_is_up_once_a_probe_was_answered(
     assert prober.outages == 0
 
 
-def test_threads_wait_until_a_server_is_up(probed: LyingServer) -> None:
-    prober = Prober(probed)
+def test_threads_wait_until_a_server_is_up(prober: Prober) -> None:
     woken: list[tuple[bool, bool]] = []
 
     def wait() -> None:
@@ -267,19 +266,17 @@ def test_threads_wait_until_a_server_is_up(probed: LyingServer) -> None:
     prober.step()
     thread.join(10)
     assert woken == [(True, True)]
-    close(prober)
 
 
 @pytest.mark.parametrize("reply", [b"no reply\r\n", b"-NOAUTH Authentication required.\r\n"])
 def test_a_heartbeat_that_fails_takes_the_server_down(
-    probed: LyingServer,
+    prober: Prober,
     says: dict[bytes, bytes],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     reply: bytes,
 ) -> None:
     monkeypatch.setattr(health, "_REFUSED_RETRY_S", 0.01)
-    prober = Prober(probed)
     prober.step()
     says[b"PING"] = reply
     prober.step()
@@ -293,7 +290,6 @@ def test_a_heartbeat_that_fails_takes_the_server_down(
     prober.step()
     assert prober.health.is_up
     assert "is up again after" in caplog.text
-    close(prober)
 
 
 def test_a_heartbeat_has_the_time_that_operations_have(
@@ -317,9 +313,8 @@ def test_a_heartbeat_has_the_time_that_operations_have(
 
 
 def test_an_unsteady_server_is_logged_once(
-    probed: LyingServer, caplog: pytest.LogCaptureFixture
+    prober: Prober, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prober = Prober(probed)
     for _ in range(3):
         prober.step()
         prober.down()
@@ -332,25 +327,21 @@ def test_an_unsteady_server_is_logged_once(
     prober.step()
     assert caplog.text.count("Redis is down") == 2
     assert caplog.text.count("is up again after") == 2
-    close(prober)
 
 
 def test_an_outage_of_one_kind_is_logged_at_both_ends(
-    probed: LyingServer, caplog: pytest.LogCaptureFixture
+    prober: Prober, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also if its later failures are not logged."""
-    prober = Prober(probed)
     prober.step()
     for _ in range(3):
         prober.health.failed(RedisUnavailable("gone"))
     prober.step()
     assert caplog.text.count("Redis is down") == caplog.text.count("is up again after") == 1
     assert (prober.outages, prober.errors) == (1, 3)
-    close(prober)
 
 
-def test_what_was_seen_before_the_last_change_counts_no_more(probed: LyingServer) -> None:
-    prober = Prober(probed)
+def test_what_was_seen_before_the_last_change_counts_no_more(prober: Prober) -> None:
     before = time.monotonic()
     prober.step()
     prober.health.down(RedisUnavailable("gone"), before)
@@ -453,8 +444,7 @@ def test_what_an_error_says_of_connection_and_server(
     close(prober)
 
 
-def test_a_worker_connects_before_it_serves(probed: LyingServer) -> None:
-    prober = Prober(probed)
+def test_a_worker_connects_before_it_serves(prober: Prober) -> None:
     prober.step()
     worker = Serving(prober)
     assert worker._step()

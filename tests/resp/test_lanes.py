@@ -190,21 +190,3 @@ def test_more_threads_share_the_connections(server: RedisServer) -> None:
         assert sum(name.startswith("lmcr-set-") for name in names) == 3
         check_moves(plane, *chunks)
         open_all(plane)
-
-
-def test_many_at_once_are_all_or_nothing_to_begin_with(server: RedisServer) -> None:
-    """One that cannot be begun: none is."""
-    with running(server.url) as plane:
-        good, bad = Chunk(1, SLOT, SLOT, seed=1), Chunk(2, SLOT, SLOT, seed=2)
-        wrong = bad.io()
-        wrong.slots = [memoryview(bytes(SLOT - 1))]
-        answers = Answers()
-        with pytest.raises(ValueError, match="contiguous bytes"):
-            plane.store_all([good.io(), wrong], answers)
-        twice = good.io()
-        with pytest.raises(RuntimeError, match="already"):
-            plane.store_all([twice, twice], answers)
-        assert len(answers) == 0
-        assert not plane._jobs.transfers
-        plane.store_all([], answers)
-        check_stores(plane, good)

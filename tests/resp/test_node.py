@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from lmcache_redis.resp import RedisOptions, RedisPlane, finder
-from lmcache_redis.resp.finder import ServerFinder
 from lmcache_redis.resp.jobs import Jobs
 from lmcache_redis.resp.maps import SLOTS, ServerMap
 from lmcache_redis.resp.node import DataNodes
@@ -170,46 +169,6 @@ def test_a_cluster_that_is_down_keeps_its_connections() -> None:
 
 
 # ------------------------------------------------------------------ looking up
-
-
-def test_a_finder_keeps_its_connection_and_many_spread() -> None:
-    """One seed: it is asked once, then a node of the map that it names."""
-    servers = [LyingServer(lambda words: slots_of(*ports)) for _ in range(3)]
-    ports = [server.port for server in servers]
-    deployment = parse_deployment(RedisOptions(f"redis+cluster://127.0.0.1:{ports[0]}"))
-    with servers[0], servers[1], servers[2]:
-        for _ in range(40):
-            with contextlib.closing(ServerFinder(deployment, 5.0)) as finder:
-                for _ in range(6):
-                    assert len(finder.find().servers) == 3
-        opened = [[words[0] for words in each.commands].count(b"CLIENT") for each in servers]
-        assert sum(opened) <= 80
-        assert min(opened) > 0
-
-
-def test_seeds_are_asked_when_no_node_answers() -> None:
-    def start() -> None:
-        nodes.append(stack.enter_context(LyingServer(lambda words: slots_of(nodes[-1].port))))
-
-    with contextlib.ExitStack() as stack:
-        nodes: list[LyingServer] = []
-        start()
-        start()
-        seeds = ",".join(f"127.0.0.1:{node.port}" for node in nodes)
-        deployment = parse_deployment(RedisOptions(f"redis+cluster://{seeds}"))
-        finder = stack.enter_context(contextlib.closing(ServerFinder(deployment, 5.0)))
-        assert [each.port for each in finder.find().servers] == [nodes[1].port]
-        asked = len(nodes[0].commands)
-        for _ in range(10):
-            finder.find()
-        assert len(nodes[0].commands) == asked
-        # The only node of the map goes; a seed names another.
-        nodes[1].__exit__(None, None, None)
-        nodes[1] = stack.enter_context(LyingServer(lambda words: slots_of(nodes[1].port)))
-        assert [each.port for each in finder.find().servers] == [nodes[1].port]
-        # Now the seeds are gone, too.
-        nodes[0].__exit__(None, None, None)
-        assert [each.port for each in finder.find().servers] == [nodes[1].port]
 
 
 def test_more_servers_than_a_cluster_has_are_refused() -> None:

@@ -64,16 +64,23 @@ def test_values_are_what_the_format_says(plane: RedisPlane, server: RedisServer)
     assert again.store_id not in store_ids
 
 
-def test_slots_that_do_not_fit_are_refused_at_once(plane: RedisPlane) -> None:
-    chunk = Chunk(1, 10_000, SLOT)
-    answers = Answers()
+def test_what_cannot_be_begun_is_refused_at_once(plane: RedisPlane) -> None:
+    """One of several that cannot: none is."""
+    chunk, answers = Chunk(1, 10_000, SLOT), Answers()
+    good = Chunk(2, 10_000, SLOT).io()
     readonly = [memoryview(bytes(slot)) for slot in chunk.slots]
     strided = [memoryview(bytearray(2 * slot.nbytes))[::2] for slot in chunk.slots]
     words = [memoryview(bytearray(slot.nbytes)).cast("H") for slot in chunk.slots[:2]]
     for slots in (chunk.slots[:-1], chunk.slots[::-1], readonly, strided, words):
         with pytest.raises(ValueError, match="slot"):
-            plane.load_all((ChunkIO(chunk.key, chunk.frame, slots, time.monotonic() + 1),), answers)
+            plane.load_all(
+                (good, ChunkIO(chunk.key, chunk.frame, slots, time.monotonic() + 1)), answers
+            )
+    with pytest.raises(RuntimeError, match="already"):
+        plane.store_all([good, good], answers)
     assert len(answers) == 0
+    assert not plane._jobs.transfers
+    plane.store_all([], answers)
 
 
 # ------------------------------------------------------- stripe 0 comes last

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.resp import RedisOptions, health
 from lmcache_redis.resp.codecs import Found
 from lmcache_redis.resp.failures import Failures
@@ -31,7 +30,7 @@ from tests.resp.helpers import (
     write,
 )
 from tests.resp.proxy import Proxy
-from tests.resp.trickling import Answer, LyingServer
+from tests.resp.trickling import LyingServer
 from tests.servers import RedisServer
 
 GOOD: Found = b"a" * 16
@@ -157,28 +156,6 @@ def test_no_connection_is_added_while_a_chunk_is_half_stored() -> None:
 
 
 # ------------------------------------------------------------- lying servers
-
-
-@pytest.mark.usefixtures("both_ways")
-def test_a_late_value_leaves_the_slot_alone() -> None:
-    late = [b"$%d\r\n%b\r\n" % (HEADER_BYTES + 4096, b"x" * (HEADER_BYTES + 4096))]
-
-    def answer(words: list[bytes]) -> Answer:
-        if words[0] != b"GET":
-            return None
-        if late:
-            value = late.pop()
-            time.sleep(0.3)
-            return value
-        return b"$-1\r\n"
-
-    chunk, other = Chunk(1, 4096, 4096), Chunk(2, 4096, 4096)
-    with LyingServer(answer) as server, running(server.url, connections=1) as plane:
-        wait_until(lambda: open_streams(plane) == 3)
-        assert read(plane, chunk, within_s=0.1) == [ReadOutcome.TIMED_OUT]
-        assert read(plane, other) == [ReadOutcome.MISSING]
-        assert chunk.content == bytes(4096)
-        assert plane.stats().connections_lost == 1
 
 
 @pytest.mark.parametrize("reply", [b"-LOADING wait\r\n", b"+NO\r\n", b":1\r\n"])
