@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -17,7 +18,7 @@ from tests.resp.certificates import Authority
 from tests.resp.helpers import our_connections, plane_threads, running, wait_until
 from tests.resp.proxy import Proxy
 from tests.servers import RedisServer
-from tests.topologies import Cluster, running_cluster
+from tests.topologies import Cluster, Watched, running_cluster, running_sentinel
 
 
 @pytest.fixture
@@ -56,6 +57,12 @@ def cluster(shared_cluster: Cluster) -> Cluster:
     wait_until(lambda: all(map(shared_cluster.knows_all, nodes)))
     wait_until(lambda: len(set(map(_ranges, nodes))) == 1, "the nodes disagree on the slots")
     return shared_cluster
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    with running_sentinel(tmp_path) as watched:
+        yield watched
 
 
 def _ranges(node: RedisServer) -> tuple[tuple[int, int, int], ...]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import redis
 
 from lmcache_redis.resp.lanes import BulkWorker
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
@@ -111,6 +112,12 @@ def test_fewer_connections_than_wanted_then_all(own_server: RedisServer) -> None
         )
 
 
+def ids_of(client: redis.Redis, role: str) -> list[str]:
+    """Of our connections, as the server numbers them."""
+    name = f"lmcache-redis:{role}"
+    return [each["id"] for each in client.client_list() if each["name"].startswith(name)]
+
+
 @BOTH_WAYS
 @pytest.mark.parametrize("which", [0, 3])
 def test_one_set_connection_lost_makes_no_half_chunk(own_server: RedisServer, which: int) -> None:
@@ -119,11 +126,7 @@ def test_one_set_connection_lost_makes_no_half_chunk(own_server: RedisServer, wh
     with running(own_server.url, connections=4) as plane:
         check_stores(plane, *chunks)
         with own_server.client() as client:
-            ids = [
-                each["id"]
-                for each in client.client_list()
-                if each["name"].startswith("lmcache-redis:set")
-            ]
+            ids = ids_of(client, "set")
             answers = Answers()
             ios = [chunk.io() for chunk in chunks]
             plane.store_all(ios, answers)
@@ -148,12 +151,7 @@ def test_one_connection_that_died_at_rest_costs_nothing(own_server: RedisServer,
     with running(own_server.url) as plane, own_server.client() as client:
         open_all(plane)
         for which in range(4):
-            ids = [
-                each["id"]
-                for each in client.client_list()
-                if each["name"].startswith(f"lmcache-redis:{role}")
-            ]
-            client.client_kill_filter(_id=ids[which])
+            client.client_kill_filter(_id=ids_of(client, role)[which])
             check_moves(plane, *chunks)
             assert plane.stats().connections_lost == which + 1
             open_all(plane)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,19 +17,12 @@ from tests.topologies import (
     Watched,
     another_sentinel,
     free_node_port,
-    running_sentinel,
 )
 
 pytestmark = pytest.mark.servers
 
 SLOT = 4096
 BIG = 100_000
-
-
-@pytest.fixture
-def watched(tmp_path: Path) -> Iterator[Watched]:
-    with running_sentinel(tmp_path) as watched:
-        yield watched
 
 
 @pytest.mark.parametrize("is_dead", [True, False], ids=["dead", "replica"])

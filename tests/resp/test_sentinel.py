@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,12 +26,6 @@ from tests.topologies import Watched, info, running_sentinel
 pytestmark = pytest.mark.servers
 
 SLOT = 4096
-
-
-@pytest.fixture
-def watched(tmp_path: Path) -> Iterator[Watched]:
-    with running_sentinel(tmp_path) as watched:
-        yield watched
 
 
 def test_a_failover_is_followed_and_the_stale_master_left(watched: Watched) -> None:

