@@ -97,22 +97,20 @@ def test_all_read_what_some_pack(
         assert (header.stored_bytes, header.element_bytes) == (header.payload_bytes, 0)
 
 
-@SEALED
 def test_nothing_is_packed_without_the_native_extension(
     server: RedisServer,
     client: redis.Redis,
-    keys: SealKeys | None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What was packed is read."""
-    with running(server.url, seal_keys=keys, compress="lossless") as packing:
-        assert write(packing, numbers(1)) == [WriteOutcome.STORED]
+    with running(server.url, compress="lossless") as packing:
+        check_stores(packing, numbers(1))
     assert "packed" not in caplog.text
     monkeypatch.setattr(native, "packing", None)
-    with running(server.url, seal_keys=keys, compress="lossless") as plane:
+    with running(server.url, compress="lossless") as plane:
         assert "not packed" in caplog.text
-        assert write(plane, numbers(2)) == [WriteOutcome.STORED]
+        check_stores(plane, numbers(2))
         stored = [sum(map(client.strlen, numbers(n).stripe_keys())) for n in (1, 2)]
         assert stored[0] < SIZE < stored[1]
         check_loads(plane, numbers(1), numbers(2))
@@ -154,18 +152,13 @@ def test_damage_is_a_miss(server: RedisServer, client: redis.Redis, keys: SealKe
 
 
 @SEALED
-def test_a_packed_value_names_the_payload_that_was_packed(
-    server: RedisServer, client: redis.Redis, keys: SealKeys | None
-) -> None:
+def test_a_packed_value_names_the_payload_that_was_packed(keys: SealKeys | None) -> None:
     """Not of a sealed one: its tag is a better checksum, and tells nothing of what it hides."""
-    chunk, noise = numbers(1), Chunk(2, SIZE, SLOT, seed=2)
-    with running(server.url, seal_keys=keys, compress="lossless") as plane:
-        assert write(plane, chunk, noise) == [WriteOutcome.STORED] * 2
-        for each in (chunk, noise):
-            for key, slot in zip(each.stripe_keys(), each.slots, strict=True):
-                said = plain_checksum(client.getrange(key, 0, HEADER_BYTES - 1))
-                is_given = keys is None and each is chunk
-                assert said == (xxh3_64_intdigest(slot) if is_given else 0)
+    for chunk, is_packed in ((numbers(1), True), (Chunk(2, SIZE, SLOT, seed=2), False)):
+        stripe = StripeIO.of(chunk.io(), 1)
+        header, _ = codec_of(keys, True).pack(stripe, b"s" * 16, 1)
+        is_given = keys is None and is_packed
+        assert plain_checksum(header) == (xxh3_64_intdigest(stripe.payload) if is_given else 0)
 
 
 def test_other_numbers_than_were_packed_are_a_miss() -> None:

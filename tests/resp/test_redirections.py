@@ -150,8 +150,8 @@ SLOT = 4096
 BIG = 100_000
 
 
-def chunks(count: int, *, seeds: int = 0) -> list[Chunk]:
-    return [Chunk(n, BIG, SLOT, seed=seeds + n) for n in range(count)]
+def chunks(count: int) -> list[Chunk]:
+    return [Chunk(n, BIG, SLOT, seed=n) for n in range(count)]
 
 
 def first_on(cluster: Cluster, number: int, count: int) -> list[Chunk]:
