@@ -2,9 +2,8 @@
 """Servers that die, stop, fail over and move while a plane stores and loads: no byte is wrong.
 
 Six nodes of a cluster, then a primary with its replica and three Sentinels. After each fault: how
-long until everything is stored and loaded again, since the fault, and since the moment at which a
-server that can be reached first named primaries that serve everything. The tests strike once;
-by hand it runs for as long as you like:
+long until everything is stored and loaded again. The tests strike once; by hand it runs for as long
+as you like:
 
     .venv/bin/python -m tests.resp.soak --minutes 10
 """
@@ -26,7 +25,6 @@ from pathlib import Path
 import redis
 
 from lmcache_redis.resp import RedisPlane
-from lmcache_redis.resp.maps import SLOTS
 from lmcache_redis.tiers import ReadOutcome
 from tests.resp.helpers import Chunk, read, running, wait_until, write
 from tests.resp.traffic import Traffic
@@ -88,10 +86,6 @@ class Ground(ABC):
         """A primary."""
 
     @abstractmethod
-    def names_primaries(self) -> bool:
-        """Whether a server that can be reached names primaries that serve, for everything."""
-
-    @abstractmethod
     def mend(self) -> None:
         """All servers live, and agree."""
 
@@ -111,8 +105,6 @@ class SixNodes(Ground):
         self.url = ",".join(
             [self._cluster.url, *(f"127.0.0.1:{node.port}" for node in self._cluster.nodes[3:])]
         )
-        # Where nobody else has heard of yet.
-        self._unheard: set[int] = set()
         self._cut = False
 
     @property
@@ -124,19 +116,11 @@ class SixNodes(Ground):
             "slots moved": self._move_slots,
         }
 
-    def names_primaries(self) -> bool:
-        return any(
-            self._names_primaries(node)
-            for node in self._cluster.nodes
-            if node.port not in self.lost | self._unheard
-        )
-
     def mend(self) -> None:
         self._revive(self._cluster.nodes)
         if self._cut:
             self._cluster.heal()
             self._cut = False
-        self._unheard = set()
         wait_until(self._agrees, "the cluster agrees", 60.0)
 
     def told(self) -> list[str]:
@@ -149,24 +133,6 @@ class SixNodes(Ground):
 
     def _one(self) -> RedisServer:
         return self._random.choice(self._primaries())
-
-    def _names_primaries(self, node: RedisServer) -> bool:
-        try:
-            ranges = node.command("CLUSTER", "SLOTS")
-        except redis.exceptions.RedisError:
-            return False
-        covered = sum(last - first + 1 for first, last, *_ in ranges)
-        primaries = {int(primary[1]) for _, _, primary, *_ in ranges}
-        return covered == SLOTS and not self.lost & primaries and all(map(self._serves, primaries))
-
-    def _serves(self, port: int) -> bool:
-        """A primary that starts answers CLUSTERDOWN for two seconds."""
-        found = [node for node in self._cluster.nodes if node.port == port]
-        try:
-            states = [node.command("CLUSTER", "INFO") for node in found]
-        except redis.exceptions.RedisError:
-            return False
-        return all(b"cluster_state:ok" in state for state in states)
 
     def _agrees(self) -> bool:
         states = [info(node, "replication") for node in self._cluster.nodes]
@@ -192,7 +158,6 @@ class SixNodes(Ground):
         node.kill()
         self.lost.add(node.port)
         node.port = free_node_port()
-        self._unheard = {node.port}
         node.start()
 
     def _move_slots(self) -> None:
@@ -230,14 +195,6 @@ class ThreeSentinels(Ground):
             "Sentinel with its first configuration": self._forget,
             "Sentinel killed, then the primary": self._kill_both,
         }
-
-    def names_primaries(self) -> bool:
-        return any(
-            server.port not in self.lost and info(server, "replication").get("role") == "master"
-            for port in self._named()
-            for server in self._watched.servers
-            if server.port == port
-        )
 
     def mend(self) -> None:
         self._revive(self._watched.servers)
@@ -298,17 +255,10 @@ GROUNDS: dict[str, Callable[[Path, ExitStack, random.Random], Ground]] = {
 
 
 @dataclass
-class Struck:
-    """A fault, and how long until everything was stored and loaded again. Seconds."""
-
-    fault: str
-    since_fault_s: float
-    since_named_s: float
-
-
-@dataclass
 class Result:
-    struck: list[Struck] = field(default_factory=list)
+    """struck: each fault, and the seconds until everything was stored and loaded again."""
+
+    struck: list[tuple[str, float]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     answers: int = 0
     loaded: int = 0
@@ -356,31 +306,11 @@ def soak(ground: Ground, seconds: float, seed: int, faults: int | None = None) -
 
 
 def _strike(ground: Ground, plane: RedisPlane, fault: str, result: Result) -> None:
-    named_at: list[float] = []
-    hit = threading.Event()
-
-    def watch() -> None:
-        while not hit.is_set():
-            if ground.names_primaries():
-                named_at.append(time.monotonic())
-                return
-            time.sleep(0.02)
-
     struck_at = time.monotonic()
     ground.faults[fault]()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    hit_at = _wait_for_hits(ground, plane, result)
-    hit.set()
-    watcher.join()
-    named = min([*named_at, hit_at])
-    struck = Struck(fault, hit_at - struck_at, hit_at - max(named, struck_at))
-    print(
-        f"{fault}: everything is a hit after {struck.since_fault_s:.2f} s,"
-        f" {struck.since_named_s:.2f} s after a primary was named",
-        flush=True,
-    )
-    result.struck.append(struck)
+    after_s = _wait_for_hits(ground, plane, result) - struck_at
+    print(f"{fault}: everything is a hit after {after_s:.2f} s", flush=True)
+    result.struck.append((fault, after_s))
 
 
 def _wait_for_hits(ground: Ground, plane: RedisPlane, result: Result) -> float:
@@ -407,15 +337,11 @@ def _wait_for_hits(ground: Ground, plane: RedisPlane, result: Result) -> float:
 def report(name: str, result: Result) -> None:
     print(f"{name}: {result.answers} answers, {result.loaded} chunks loaded, ", end="")
     print(f"{len(result.struck)} faults, {len(result.problems)} problems")
-    for fault in sorted({each.fault for each in result.struck}):
-        of_it = [each for each in result.struck if each.fault == fault]
-        since, named = (
-            [getattr(each, what) for each in of_it] for what in ("since_fault_s", "since_named_s")
-        )
+    for fault in sorted({fault for fault, _ in result.struck}):
+        took = [after_s for each, after_s in result.struck if each == fault]
         print(
-            f"  {fault}: {len(of_it)} times, hits after {statistics.median(since):.2f} s"
-            f" (at most {max(since):.2f}), {statistics.median(named):.2f} s"
-            f" (at most {max(named):.2f}) after a primary was named"
+            f"  {fault}: {len(took)} times, hits after {statistics.median(took):.2f} s"
+            f" (at most {max(took):.2f})"
         )
     for problem in result.problems:
         print(f"  {problem}")
