@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import redis
 
 from lmcache_redis import native
 from lmcache_redis.resp import RedisPlane
+from lmcache_redis.resp.maps import SLOTS
 from tests import forks
 from tests.resp.certificates import Authority
 from tests.resp.helpers import our_connections, plane_threads, running, wait_until
@@ -55,19 +56,31 @@ def cluster(shared_cluster: Cluster) -> Cluster:
         for slot in re.findall(r"\[(\d+)-[<>]-", node.command("CLUSTER", "NODES").decode()):
             node.command("CLUSTER", "SETSLOT", slot, "STABLE")
     wait_until(lambda: all(map(shared_cluster.knows_all, nodes)))
-    wait_until(lambda: len(set(map(_ranges, nodes))) == 1, "the nodes disagree on the slots")
+    share = -(-SLOTS // len(nodes))
+    for first, last, port in _agreed_ranges(nodes):
+        (owner,) = (node for node in nodes if node.port == port)
+        for slot in range(first, last + 1):
+            if (home := nodes[slot // share]) is not owner:
+                shared_cluster.move(slot, owner, home)
+    _agreed_ranges(nodes)
     return shared_cluster
+
+
+def _agreed_ranges(nodes: Sequence[RedisServer]) -> Sequence[tuple[int, int, int]]:
+    """First slot, last slot and port of the master, as all nodes have them."""
+
+    def said_by(node: RedisServer) -> tuple[tuple[int, int, int], ...]:
+        ranges = node.command("CLUSTER", "SLOTS")
+        return tuple(sorted((first, last, int(master[1])) for first, last, master, *_ in ranges))
+
+    wait_until(lambda: len(set(map(said_by, nodes))) == 1, "the nodes disagree on the slots")
+    return said_by(nodes[0])
 
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[Watched]:
     with running_sentinel(tmp_path) as watched:
         yield watched
-
-
-def _ranges(node: RedisServer) -> tuple[tuple[int, int, int], ...]:
-    ranges = node.command("CLUSTER", "SLOTS")
-    return tuple(sorted((first, last, int(master[1])) for first, last, master, *_ in ranges))
 
 
 @pytest.fixture
