@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import random
 import threading
 import time
@@ -19,15 +18,13 @@ from lmcache_redis.chunks.keys import hash_tag
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import key_stem, stripe_key
 from lmcache_redis.config import DEFAULT_CONNECTIONS
-from lmcache_redis.errors import RedisTimeout
 from lmcache_redis.resp import RedisOptions, RedisPlane
-from lmcache_redis.resp.bulk import End, MoveCall, Request, Result
 from lmcache_redis.resp.finder import ServerFinder
-from lmcache_redis.resp.lanes import Mover
 from lmcache_redis.resp.maps import ServerMap
-from lmcache_redis.resp.net.connection import Connection, Connector
+from lmcache_redis.resp.net.connection import Connector
 from lmcache_redis.resp.options import Deployment
 from lmcache_redis.tiers import ChunkIO, FramesResult, ReadOutcome, RemoveResult, WriteOutcome
+from tests.acl import PASSWORD
 from tests.servers import RedisServer
 from tests.servers import wait_until as wait_until
 
@@ -62,6 +59,7 @@ class Chunk:
         fingerprint: bytes = FINGERPRINT,
     ) -> None:
         self.number = number
+        self._fingerprint, self._slot_bytes = fingerprint, slot_bytes
         self.key = chunk_key(number)
         metadata = RemoteMetadata(chunk_bytes, [(chunk_bytes,)], ["uint8"], MemoryFormat.PAGES)
         self.frame = ChunkFrame(
@@ -88,6 +86,11 @@ class Chunk:
     @property
     def content(self) -> bytes:
         return b"".join(self.slots)
+
+    def empty(self) -> Chunk:
+        """To load it into."""
+        nbytes = self.frame.chunk_bytes
+        return Chunk(self.number, nbytes, self._slot_bytes, fingerprint=self._fingerprint)
 
     def stripe_keys(self) -> list[bytes]:
         return [stripe_key(self.key, index) for index in range(self.stripe_count)]
@@ -181,6 +184,15 @@ def running(url: str, **settings: Any) -> Iterator[RedisPlane]:
         assert plane.close(1.0)
 
 
+@contextmanager
+def running_as(server: RedisServer, *rights: str, **settings: Any) -> Iterator[RedisPlane]:
+    """A plane whose user has these rights."""
+    server.command("ACL", "SETUSER", "limited", "reset", "on", f">{PASSWORD}", "~*", *rights)
+    with running(f"redis://limited:{PASSWORD}@127.0.0.1:{server.port}", **settings) as plane:
+        yield plane
+    server.command("ACL", "DELUSER", "limited")
+
+
 def write(plane: RedisPlane, *chunks: Chunk, within_s: float = PATIENCE_S) -> list[WriteOutcome]:
     answers = Answers()
     transfers = [chunk.io(within_s) for chunk in chunks]
@@ -196,6 +208,23 @@ def read(plane: RedisPlane, *chunks: Chunk, within_s: float = PATIENCE_S) -> lis
     for chunk in chunks:
         chunk.check_guards()
     return outcomes
+
+
+def check_stores(plane: RedisPlane, *chunks: Chunk) -> None:
+    assert write(plane, *chunks) == [WriteOutcome.STORED] * len(chunks)
+
+
+def check_loads(plane: RedisPlane, *chunks: Chunk) -> None:
+    """They come back as they are in these slots."""
+    loaded = [chunk.empty() for chunk in chunks]
+    assert read(plane, *loaded) == [ReadOutcome.LOADED] * len(chunks)
+    assert [chunk.content for chunk in loaded] == [chunk.content for chunk in chunks]
+
+
+def check_moves(plane: RedisPlane, *chunks: Chunk) -> None:
+    """Chunks can be stored, and loaded."""
+    check_stores(plane, *chunks)
+    check_loads(plane, *chunks)
 
 
 def scan(plane: RedisPlane, keys: list[bytes], within_s: float = PATIENCE_S) -> Any:
@@ -237,9 +266,9 @@ def remove(
     return result
 
 
-def clear(plane: RedisPlane, *prefixes: bytes) -> Any:
+def clear(plane: RedisPlane, *prefixes: bytes, within_s: float = PATIENCE_S) -> Any:
     answers = Answers()
-    plane.clear(prefixes, time.monotonic() + PATIENCE_S, answers.callback("clear"))
+    plane.clear(prefixes, time.monotonic() + within_s, answers.callback("clear"))
     return answers.wait(1)[0]
 
 
@@ -252,24 +281,6 @@ def our_connections(server: RedisServer) -> list[str]:
     with server.client() as client:
         found = [str(each["name"]) for each in client.client_list()]
     return sorted(name for name in found if name.startswith("lmcache-redis:"))
-
-
-def finish(
-    mover: Mover, connection: Connection, task: Request, deadline: float, *, is_load: bool
-) -> Result:
-    """Have one stripe moved to its end; past the deadline the connection fails."""
-    lanes = [mover.handle(connection)]
-    in_flight, is_sending = 0, False
-    while time.monotonic() < deadline:
-        call = MoveCall(lanes, [task], in_flight, is_sending, True, deadline)
-        moved = mover.move(call, is_load)
-        if moved.done:
-            return moved.done[0]
-        in_flight, is_sending = 1, moved.sending == errno.EAGAIN
-        if moved.sending and not is_sending:
-            return End.LOST, moved.sending, b""
-    connection.close()
-    raise RedisTimeout("late")
 
 
 def find_servers(deployment: Deployment, timeout_s: float) -> ServerMap:

@@ -19,7 +19,7 @@ _SET = re.compile(rb"\*3\r\n\$3\r\nSET\r\n\$(\d+)\r\n")
 
 @dataclass(frozen=True)
 class Cut:
-    """Forward so many bytes of the reply to a GET, then close the connection."""
+    """Forward so many bytes of a reply, then close the connection."""
 
     after_bytes: int
 
@@ -33,10 +33,9 @@ class Stall:
 
 @dataclass(frozen=True)
 class Forge:
-    """Answer a GET with these bytes; the server does not see it."""
+    """Answer with these bytes; the server does not see a GET that is answered so."""
 
     reply: bytes
-    close: bool = False
 
 
 Action = Cut | Stall | Forge
@@ -62,6 +61,8 @@ class Proxy(Forwarder):
         self._tickets = itertools.count()
         self._turn = 0
         self.gets = 0
+        self._lock = threading.Lock()
+        self._spoils: tuple[str, Cut | Forge] | None = None
         # Of a connection: what happens to the reply to its GET, and how many bytes are left.
         self._actions: dict[Link, tuple[Action, int]] = {}
         self._sent: defaultdict[Link, bytearray] = defaultdict(bytearray)
@@ -70,11 +71,23 @@ class Proxy(Forwarder):
         super()._ending()
         self.acknowledge.set()
 
-    def cut_all(self, name: str = "") -> None:
-        """Close every connection that is open now; only those whose name begins with ``name``."""
+    def cut_all(self) -> None:
+        """Close every connection that is open now."""
         for link in list(self.links):
-            if link.name.startswith(name):
-                link.close()
+            link.close()
+
+    def spoil(self, role: str, action: Cut | Forge) -> None:
+        """Do this to the next reply on a connection of this role that was greeted, once.
+
+        role: "get", "set" or "control".
+        """
+        with self._lock:
+            self._spoils = role, action
+
+    @property
+    def is_to_spoil(self) -> bool:
+        with self._lock:
+            return self._spoils is not None
 
     def _upstream(self, link: Link) -> None:
         while data := link.client.recv(1 << 16):
@@ -89,8 +102,6 @@ class Proxy(Forwarder):
                 self._actions.pop(link, None)
                 if isinstance(action, Forge):
                     link.client.sendall(action.reply)
-                    if action.close:
-                        return
                     continue
                 if action == Cut(0):
                     return
@@ -99,6 +110,7 @@ class Proxy(Forwarder):
             link.server.sendall(data)
 
     def _downstream(self, link: Link) -> None:
+        is_greeted = False
         while data := link.server.recv(1 << 16):
             if link.name.startswith("set"):
                 self._wait_for_turn()
@@ -107,7 +119,14 @@ class Proxy(Forwarder):
                     self.acknowledge.clear()
                     self.hold_after = None
                 self._turn += 1
-            if link in self._actions:
+            spoil = self._spoil_of(link) if is_greeted else None
+            is_greeted = bool(link.name)
+            if isinstance(spoil, Forge):
+                link.client.sendall(spoil.reply)
+            elif isinstance(spoil, Cut):
+                link.client.sendall(data[: spoil.after_bytes])
+                return
+            elif link in self._actions:
                 action, left = self._actions[link]
                 data = data[:left]
                 self._actions[link] = action, left - len(data)
@@ -116,6 +135,13 @@ class Proxy(Forwarder):
                     return
             else:
                 link.client.sendall(data)
+
+    def _spoil_of(self, link: Link) -> Cut | Forge | None:
+        with self._lock:
+            if self._spoils is None or not link.name.startswith(self._spoils[0]):
+                return None
+            (_, action), self._spoils = self._spoils, None
+            return action
 
     def _wait_for_turn(self) -> None:
         """Replies go on in the order in which they came, and no more of them than allowed."""

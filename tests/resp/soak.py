@@ -2,9 +2,8 @@
 """Servers that die, stop, fail over and move while a plane stores and loads: no byte is wrong.
 
 Six nodes of a cluster, then a primary with its replica and three Sentinels. After each fault: how
-long until everything is stored and loaded again, since the fault, and since the moment at which a
-server that can be reached first named primaries that serve everything. The tests strike once;
-by hand it runs for as long as you like:
+long until everything is stored and loaded again. The tests strike once; by hand it runs for as long
+as you like:
 
     .venv/bin/python -m tests.resp.soak --minutes 10
 """
@@ -18,7 +17,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,18 +25,11 @@ from pathlib import Path
 import redis
 
 from lmcache_redis.resp import RedisPlane
-from lmcache_redis.resp.maps import SLOTS
 from lmcache_redis.tiers import ReadOutcome
 from tests.resp.helpers import Chunk, read, running, wait_until, write
 from tests.resp.traffic import Traffic
 from tests.servers import RedisServer, free_port
-from tests.topologies import (
-    CuttableCluster,
-    Watched,
-    another_sentinel,
-    free_node_port,
-    info,
-)
+from tests.topologies import CuttableCluster, Watched, another_sentinel, free_node_port, info
 
 _PROBES = 24
 _PROBE_BYTES = 40_000
@@ -52,19 +44,46 @@ _IN_A_HURRY = ("SENTINEL", "DEBUG", "INFO-PERIOD", 500, "PUBLISH-PERIOD", 500)
 
 
 class Ground(ABC):
-    """Servers, what can happen to them, and how to mend it."""
+    """Servers, what can happen to them, and how to mend it. lost: what does not answer, or does not
+    hear the others, by its port.
+    """
 
     url: str
-    # What does not answer, or does not hear the others.
-    lost: set[int]
+
+    def __init__(self, source: random.Random) -> None:
+        self._random = source
+        self.lost: set[int] = set()
+        self._stopped: list[RedisServer] = []
 
     @property
-    @abstractmethod
-    def faults(self) -> dict[str, Callable[[], None]]: ...
+    def faults(self) -> dict[str, Callable[[], object]]:
+        return {
+            "primary killed": lambda: self._lose(RedisServer.kill),
+            "primary stopped": lambda: self._stopped.append(self._lose(RedisServer.stop)),
+            "clients killed": lambda: self._one().command(
+                "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"
+            ),
+            "primary paused": lambda: self._one().command("CLIENT", "PAUSE", 1500, "ALL"),
+        }
+
+    def _lose(self, how: Callable[[RedisServer], None]) -> RedisServer:
+        server = self._one()
+        self.lost.add(server.port)
+        how(server)
+        return server
+
+    def _revive(self, servers: Sequence[RedisServer]) -> None:
+        for server in self._stopped:
+            server.cont()
+        self._stopped = []
+        for server in servers:
+            if not server.running:
+                server.start()
+        self.lost = set()
 
     @abstractmethod
-    def names_primaries(self) -> bool:
-        """Whether a server that can be reached names primaries that serve, for everything."""
+    def _one(self) -> RedisServer:
+        """A primary."""
 
     @abstractmethod
     def mend(self) -> None:
@@ -79,50 +98,29 @@ class SixNodes(Ground):
     """Three primaries with a replica each; their bus can be cut."""
 
     def __init__(self, directory: Path, stack: ExitStack, source: random.Random) -> None:
-        self._random = source
-        self.lost = set()
+        super().__init__(source)
         self._cluster = CuttableCluster(directory, stack)
         for primary in list(self._cluster.nodes):
             self._cluster.add_replica(primary)
         self.url = ",".join(
             [self._cluster.url, *(f"127.0.0.1:{node.port}" for node in self._cluster.nodes[3:])]
         )
-        # Where nobody else has heard of yet.
-        self._unheard: set[int] = set()
-        self._stopped: list[RedisServer] = []
         self._cut = False
 
     @property
-    def faults(self) -> dict[str, Callable[[], None]]:
-        return {
-            "primary killed": lambda: self._lose(RedisServer.kill),
-            "primary stopped": self._stop,
+    def faults(self) -> dict[str, Callable[[], object]]:
+        return super().faults | {
             "primary cut off": self._cut_off,
             "planned failover": self._fail_over,
             "primary moved": self._move_node,
             "slots moved": self._move_slots,
-            "clients killed": self._kill_clients,
-            "primary paused": self._pause,
         }
 
-    def names_primaries(self) -> bool:
-        return any(
-            self._names_primaries(node)
-            for node in self._cluster.nodes
-            if node.port not in self.lost | self._unheard
-        )
-
     def mend(self) -> None:
-        for node in self._stopped:
-            node.cont()
-        self._stopped = []
-        for node in self._cluster.nodes:
-            if not node.running:
-                node.start()
+        self._revive(self._cluster.nodes)
         if self._cut:
             self._cluster.heal()
             self._cut = False
-        self.lost, self._unheard = set(), set()
         wait_until(self._agrees, "the cluster agrees", 60.0)
 
     def told(self) -> list[str]:
@@ -136,39 +134,12 @@ class SixNodes(Ground):
     def _one(self) -> RedisServer:
         return self._random.choice(self._primaries())
 
-    def _names_primaries(self, node: RedisServer) -> bool:
-        try:
-            ranges = node.command("CLUSTER", "SLOTS")
-        except redis.exceptions.RedisError:
-            return False
-        covered = sum(last - first + 1 for first, last, *_ in ranges)
-        primaries = {int(primary[1]) for _, _, primary, *_ in ranges}
-        return covered == SLOTS and not self.lost & primaries and all(map(self._serves, primaries))
-
-    def _serves(self, port: int) -> bool:
-        """A primary that starts answers CLUSTERDOWN for two seconds."""
-        found = [node for node in self._cluster.nodes if node.port == port]
-        try:
-            states = [node.command("CLUSTER", "INFO") for node in found]
-        except redis.exceptions.RedisError:
-            return False
-        return all(b"cluster_state:ok" in state for state in states)
-
     def _agrees(self) -> bool:
         states = [info(node, "replication") for node in self._cluster.nodes]
         if sorted(state.get("role", "") for state in states) != ["master"] * 3 + ["slave"] * 3:
             return False
         links = {state["master_link_status"] for state in states if state["role"] == "slave"}
         return links == {"up"} and all(map(self._cluster.knows_all, self._cluster.nodes))
-
-    def _lose(self, how: Callable[[RedisServer], None]) -> RedisServer:
-        node = self._one()
-        self.lost.add(node.port)
-        how(node)
-        return node
-
-    def _stop(self) -> None:
-        self._stopped.append(self._lose(RedisServer.stop))
 
     def _cut_off(self) -> None:
         """Until it knows: before that it answers everybody as a primary."""
@@ -187,7 +158,6 @@ class SixNodes(Ground):
         node.kill()
         self.lost.add(node.port)
         node.port = free_node_port()
-        self._unheard = {node.port}
         node.start()
 
     def _move_slots(self) -> None:
@@ -201,19 +171,12 @@ class SixNodes(Ground):
         for slot in self._random.sample(slots, 40):
             self._cluster.move(slot, source, target)
 
-    def _kill_clients(self) -> None:
-        self._one().command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-
-    def _pause(self) -> None:
-        self._one().command("CLIENT", "PAUSE", 1500, "ALL")
-
 
 class ThreeSentinels(Ground):
     """A primary, its replica, and three that watch them."""
 
     def __init__(self, directory: Path, stack: ExitStack, source: random.Random) -> None:
-        self._random = source
-        self.lost = set()
+        super().__init__(source)
         self._watched = Watched(directory, stack)
         self._ports = [free_port(), free_port()]
         for number, port in enumerate(self._ports):
@@ -224,38 +187,19 @@ class ThreeSentinels(Ground):
         seeds = ",".join(f"127.0.0.1:{port}" for port in ports)
         self.url = f"redis+sentinel://{seeds}/mymaster"
         self._sentinels = ports
-        self._stopped: list[RedisServer] = []
 
     @property
-    def faults(self) -> dict[str, Callable[[], None]]:
-        return {
-            "primary killed": lambda: self._lose(RedisServer.kill),
-            "primary stopped": self._stop,
-            "planned failover": self._fail_over,
+    def faults(self) -> dict[str, Callable[[], object]]:
+        return super().faults | {
+            "planned failover": self._watched.fail_over,
             "Sentinel with its first configuration": self._forget,
             "Sentinel killed, then the primary": self._kill_both,
-            "clients killed": self._kill_clients,
-            "primary paused": self._pause,
         }
 
-    def names_primaries(self) -> bool:
-        return any(
-            server.port not in self.lost and info(server, "replication").get("role") == "master"
-            for port in self._named()
-            for server in self._watched.servers
-            if server.port == port
-        )
-
     def mend(self) -> None:
-        for server in self._stopped:
-            server.cont()
-        self._stopped = []
-        for server in self._watched.servers:
-            if not server.running:
-                server.start()
+        self._revive(self._watched.servers)
         if self._watched.sentinel("PING") is None:
             self._watched.start_sentinel(of_master=False)
-        self.lost = set()
         wait_until(self._agrees, "the Sentinels agree", 60.0)
 
     def told(self) -> list[str]:
@@ -267,15 +211,13 @@ class ThreeSentinels(Ground):
             return False
         is_linked = any(state.get("master_link_status") == "up" for state in states)
         ready = [self._is_ready(port) for port in self._sentinels]
-        return is_linked and all(ready) and set(self._named()) == {self._primary().port}
+        return is_linked and all(ready) and set(self._named()) == {self._one().port}
 
     def _is_ready(self, port: int) -> bool:
         """It knows the others and a replica that it may elect."""
         with redis.Redis(port=port, socket_timeout=5.0) as client:
             try:
-                client.execute_command(
-                    "SENTINEL", "DEBUG", "INFO-PERIOD", 500, "PUBLISH-PERIOD", 500
-                )
+                client.execute_command(*_IN_A_HURRY)
                 state = client.sentinel_master("mymaster")
                 replicas = client.sentinel_slaves("mymaster")
             except redis.exceptions.RedisError:
@@ -293,21 +235,9 @@ class ThreeSentinels(Ground):
                 found.append(int(client.sentinel_get_master_addr_by_name("mymaster")[1]))
         return found
 
-    def _primary(self) -> RedisServer:
+    def _one(self) -> RedisServer:
         roles = [(info(s, "replication").get("role"), s) for s in self._watched.servers]
         return next(server for role, server in roles if role == "master")
-
-    def _lose(self, how: Callable[[RedisServer], None]) -> RedisServer:
-        server = self._primary()
-        self.lost.add(server.port)
-        how(server)
-        return server
-
-    def _stop(self) -> None:
-        self._stopped.append(self._lose(RedisServer.stop))
-
-    def _fail_over(self) -> None:
-        self._watched.fail_over()
 
     def _forget(self) -> None:
         self._watched.stop_sentinel()
@@ -317,12 +247,6 @@ class ThreeSentinels(Ground):
         self._watched.stop_sentinel()
         self._lose(RedisServer.kill)
 
-    def _kill_clients(self) -> None:
-        self._primary().command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-
-    def _pause(self) -> None:
-        self._primary().command("CLIENT", "PAUSE", 1500, "ALL")
-
 
 GROUNDS: dict[str, Callable[[Path, ExitStack, random.Random], Ground]] = {
     "cluster": SixNodes,
@@ -331,17 +255,10 @@ GROUNDS: dict[str, Callable[[Path, ExitStack, random.Random], Ground]] = {
 
 
 @dataclass
-class Struck:
-    """A fault, and how long until everything was stored and loaded again. Seconds."""
-
-    fault: str
-    since_fault_s: float
-    since_named_s: float
-
-
-@dataclass
 class Result:
-    struck: list[Struck] = field(default_factory=list)
+    """struck: each fault, and the seconds until everything was stored and loaded again."""
+
+    struck: list[tuple[str, float]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     answers: int = 0
     loaded: int = 0
@@ -389,31 +306,11 @@ def soak(ground: Ground, seconds: float, seed: int, faults: int | None = None) -
 
 
 def _strike(ground: Ground, plane: RedisPlane, fault: str, result: Result) -> None:
-    named_at: list[float] = []
-    hit = threading.Event()
-
-    def watch() -> None:
-        while not hit.is_set():
-            if ground.names_primaries():
-                named_at.append(time.monotonic())
-                return
-            time.sleep(0.02)
-
     struck_at = time.monotonic()
     ground.faults[fault]()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    hit_at = _wait_for_hits(ground, plane, result)
-    hit.set()
-    watcher.join()
-    named = min([*named_at, hit_at])
-    struck = Struck(fault, hit_at - struck_at, hit_at - max(named, struck_at))
-    print(
-        f"{fault}: everything is a hit after {struck.since_fault_s:.2f} s,"
-        f" {struck.since_named_s:.2f} s after a primary was named",
-        flush=True,
-    )
-    result.struck.append(struck)
+    after_s = _wait_for_hits(ground, plane, result) - struck_at
+    print(f"{fault}: everything is a hit after {after_s:.2f} s", flush=True)
+    result.struck.append((fault, after_s))
 
 
 def _wait_for_hits(ground: Ground, plane: RedisPlane, result: Result) -> float:
@@ -440,15 +337,11 @@ def _wait_for_hits(ground: Ground, plane: RedisPlane, result: Result) -> float:
 def report(name: str, result: Result) -> None:
     print(f"{name}: {result.answers} answers, {result.loaded} chunks loaded, ", end="")
     print(f"{len(result.struck)} faults, {len(result.problems)} problems")
-    for fault in sorted({each.fault for each in result.struck}):
-        of_it = [each for each in result.struck if each.fault == fault]
-        since, named = (
-            [getattr(each, what) for each in of_it] for what in ("since_fault_s", "since_named_s")
-        )
+    for fault in sorted({fault for fault, _ in result.struck}):
+        took = [after_s for each, after_s in result.struck if each == fault]
         print(
-            f"  {fault}: {len(of_it)} times, hits after {statistics.median(since):.2f} s"
-            f" (at most {max(since):.2f}), {statistics.median(named):.2f} s"
-            f" (at most {max(named):.2f}) after a primary was named"
+            f"  {fault}: {len(took)} times, hits after {statistics.median(took):.2f} s"
+            f" (at most {max(took):.2f})"
         )
     for problem in result.problems:
         print(f"  {problem}")

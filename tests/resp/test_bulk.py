@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import os
 import socket
 import threading
@@ -16,18 +18,12 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis import native
-from lmcache_redis.chunks.frame import (
-    HEADER_BYTES,
-    SHORT_BYTES,
-    ChunkFrame,
-    Verdict,
-    add_checksums,
-)
+from lmcache_redis.chunks.frame import HEADER_BYTES, SHORT_BYTES, ChunkFrame, Verdict, add_checksums
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import (
     RedisError,
+    RedisFull,
     RedisProtocolError,
-    RedisReplyError,
     RedisTimeout,
     RedisUnavailable,
 )
@@ -120,55 +116,38 @@ class Lanes:
         for server in self.servers:
             server.settimeout(5)
 
-    def load(
+    def move(
         self,
+        is_load: bool,
         tasks: list[Request],
         in_flight: int = 0,
         lanes: int | None = None,
         *,
         drain: bool = True,
-        within_s: float = 5.0,
         verify: bool = True,
         is_sending: bool = False,
     ) -> Moved:
-        handles = self.handles[:lanes]
-        until = time.monotonic() + within_s
-        call = MoveCall(handles, tasks, in_flight, is_sending, drain, until, verify)
-        return self._mover.move(call, is_load=True)
-
-    def store(
-        self,
-        tasks: list[Request],
-        in_flight: int = 0,
-        lanes: int | None = None,
-        *,
-        is_sending: bool = False,
-    ) -> Moved:
-        handles = self.handles[:lanes]
         until = time.monotonic() + 5.0
-        call = MoveCall(handles, tasks, in_flight, is_sending, True, until)
-        return self._mover.move(call, is_load=False)
+        call = MoveCall(self.handles[:lanes], tasks, in_flight, is_sending, drain, until, verify)
+        return self._mover.move(call, is_load)
 
-    def load_one(self, task: Request, in_flight: int = 0, verify: bool = True) -> Result:
+    load = functools.partialmethod(move, True)
+    store = functools.partialmethod(move, False)
+
+    def one(self, is_load: bool, task: Request, in_flight: int = 0, verify: bool = True) -> Result:
         """The result of a task on the first lane; in_flight: 1 if it was sent."""
-        return self._one(True, task, in_flight, verify)
-
-    def store_one(self, task: Request, in_flight: int = 0) -> Result:
-        """As `load_one`."""
-        return self._one(False, task, in_flight, True)
-
-    def _one(self, is_load: bool, task: Request, in_flight: int, verify: bool) -> Result:
         is_sending = False
         until = time.monotonic() + 15.0
         while time.monotonic() < until:
             # A call may end early on a busy machine; the next one continues.
-            call = MoveCall(self.handles[:1], [task], in_flight, is_sending, True, until, verify)
-            moved = self._mover.move(call, is_load)
+            moved = self.move(is_load, [task], in_flight, 1, verify=verify, is_sending=is_sending)
             if moved.done:
-                (result,) = moved.done
-                return result
+                return moved.done[0]
             in_flight, is_sending = 1, moved.sending == errno.EAGAIN
         raise AssertionError("no result within 15 s")
+
+    load_one = functools.partialmethod(one, True)
+    store_one = functools.partialmethod(one, False)
 
     def __enter__(self) -> Lanes:
         return self
@@ -189,52 +168,16 @@ def failure_of(result: Result) -> StripeFailure:
     return result
 
 
-def load_one(mover: Mover, reply: bytes, task: Request, close: bool = False) -> tuple[Result, bool]:
-    """What becomes of a stripe whose reply begins so; whether something was left unread."""
+def load_one(mover: Mover, reply: bytes, task: Request, close: bool = False) -> Result:
+    """What becomes of a stripe whose reply begins so."""
     with Lanes(mover, 1) as lanes:
         lanes.servers[0].sendall(reply)
         if close:
             lanes.servers[0].shutdown(socket.SHUT_WR)
-        result = lanes.load_one(task)
-        return result, not lanes.connections[0]._is_quiet()
+        return lanes.load_one(task)
 
 
 # ---------------------------------------------------------------------- load
-
-
-def test_loads_more_stripes_than_there_are_lanes(lanes: Lanes) -> None:
-    slots = [bytearray(PAYLOAD) for _ in range(3)]
-
-    def serve(server: socket.socket, indexes: list[int]) -> None:
-        for index in indexes:
-            assert server.recv(len(COMMAND), socket.MSG_WAITALL) == COMMAND
-            server.sendall(reply_with(value_of(index, payload_of(index))))
-
-    threads = [
-        threading.Thread(target=serve, args=(lanes.servers[0], [0, 2])),
-        threading.Thread(target=serve, args=(lanes.servers[1], [1])),
-    ]
-    for thread in threads:
-        thread.start()
-    left = [to_load(index, slot) for index, slot in enumerate(slots)]
-    done: list[Result] = []
-    order: list[int] = []
-    while left:
-        # Its servers are threads, which a busy machine may let wait.
-        moved = lanes.load(left, len(order), 2, drain=True)
-        order += moved.lanes
-        done += moved.done
-        lanes.handles = [lanes.handles[n] for n in order[len(moved.done) :]] + [
-            handle
-            for number, handle in enumerate(lanes.handles)
-            if number not in order[len(moved.done) :]
-        ]
-        left = left[len(moved.done) :]
-        order = list(range(len(order) - len(moved.done)))
-    for thread in threads:
-        thread.join()
-    assert done == [STORE_ID] * 3
-    assert slots == [bytearray(payload_of(index)) for index in range(3)]
 
 
 def test_leaves_lanes_busy_where_more_waits(lanes: Lanes) -> None:
@@ -260,36 +203,6 @@ def test_quiet_where_nothing_comes(lanes: Lanes) -> None:
     # The reply comes later: the next call goes on.
     lanes.servers[0].sendall(GOOD)
     assert lanes.load_one(task, 1) == STORE_ID
-
-
-@pytest.mark.parametrize("end", ["late", "lost"])
-def test_a_reply_that_stops_anywhere(mover: Mover, end: str) -> None:
-    """The next call goes on at that byte; or the connection is lost.
-
-    After every byte around the borders of length, header, payload and end, and some between.
-    """
-    frame = frame_of(256, 1)
-    payload = payload_of(0, 256)
-    reply = reply_with(value_of(0, payload, frame))
-    first, last = len(b"$896\r\n") + HEADER_BYTES, len(reply) - 2
-    cuts = [*range(8), *range(8, first, 61), *range(first - 2, first + 3)]
-    cuts += [*range(first + 3, last - 2, 11), *range(last - 2, len(reply))]
-    for cut in cuts:
-        slot = bytearray(256)
-        task = to_load(0, slot, frame)
-        with Lanes(mover, 1) as lanes:
-            lanes.servers[0].sendall(reply[:cut])
-            if end == "lost":
-                lanes.servers[0].shutdown(socket.SHUT_WR)
-                assert failure_of(lanes.load_one(task))[0] == End.LOST
-                continue
-            moved = lanes.load([task])
-            while moved.sending == errno.EAGAIN:  # a call may end early on a busy machine
-                moved = lanes.load([task], 1, is_sending=True)
-            assert moved == Moved([0], [], 0)
-            lanes.servers[0].sendall(reply[cut:])
-            assert lanes.load_one(task, 1) == STORE_ID
-            assert slot == payload
 
 
 def test_the_rest_of_a_reply_may_go_elsewhere(lanes: Lanes) -> None:
@@ -359,8 +272,7 @@ def test_other_replies(mover: Mover, reply: bytes, end: End, data: bytes) -> Non
     ],
 )
 def test_garbage(mover: Mover, reply: bytes) -> None:
-    result, _ = load_one(mover, reply, to_load(0, bytearray(PAYLOAD)))
-    assert failure_of(result)[0] == End.GARBAGE
+    assert failure_of(load_one(mover, reply, to_load(0, bytearray(PAYLOAD))))[0] == End.GARBAGE
 
 
 @settings(
@@ -379,7 +291,7 @@ def test_garbage(mover: Mover, reply: bytes) -> None:
 )
 def test_anything_ends_the_stripe(mover: Mover, reply: bytes) -> None:
     slot = bytearray(PAYLOAD)
-    result, _ = load_one(mover, reply, to_load(0, slot), close=True)
+    result = load_one(mover, reply, to_load(0, slot), close=True)
     if isinstance(result, bytes):
         assert reply.startswith(GOOD)
         assert slot == payload_of(0)
@@ -401,7 +313,7 @@ def test_a_header_counts_where_its_frame_says_so(
     check = FRAME.check_header(value, 1)
     good = check.verdict is Verdict.OK and check.checksum == xxh3_64_intdigest(payload)
     slot = bytearray(PAYLOAD)
-    result, _ = load_one(mover, reply_with(bytes(value)), to_load(1, slot))
+    result = load_one(mover, reply_with(bytes(value)), to_load(1, slot))
     assert slot == payload
     if good:
         assert result == check.store_id
@@ -441,29 +353,6 @@ def test_short_payloads(lanes: Lanes, nbytes: int) -> None:
     stripe = StripeIO(b"", frame, 1, memoryview(slot))
     found = result if isinstance(result, bytes) else Plain().judge(stripe, result)
     assert found == STORE_ID
-    assert slot == payload
-
-
-def test_no_byte_beside_a_slot_changes(lanes: Lanes) -> None:
-    room = bytearray(b"\xaa" * (PAYLOAD + 128))
-    command, expected, _, _ = to_load(2, bytearray(PAYLOAD))
-    task = (command, expected, memoryview(room)[64:-64], b"")
-    lanes.servers[0].sendall(reply_with(value_of(2, payload_of(2))) + b"more than was asked for")
-    assert lanes.load_one(task) == STORE_ID
-    assert room[:64] == room[-64:] == b"\xaa" * 64
-
-
-def test_a_large_payload_comes_in_pieces(lanes: Lanes) -> None:
-    nbytes = 3 * 128 * 1024 + 777
-    frame = frame_of(nbytes, 1)
-    payload = os.urandom(nbytes)
-    reply = reply_with(value_of(0, payload, frame))
-    sender = threading.Thread(target=lanes.servers[0].sendall, args=(reply,))
-    sender.start()
-    slot = bytearray(nbytes)
-    task = to_load(0, slot, frame)
-    assert lanes.load_one(task) == STORE_ID
-    sender.join()
     assert slot == payload
 
 
@@ -543,14 +432,19 @@ def test_one_of_several_acknowledgements_is_missing(lanes: Lanes) -> None:
 # ------------------------------------------------------------------- one value
 
 
-@pytest.fixture
-def one() -> Iterator[tuple[Connection, socket.socket]]:
+@contextlib.contextmanager
+def connected() -> Iterator[tuple[Connection, socket.socket]]:
     ours, peer = socket.socketpair()
     connection = Connection(ours, ENDPOINT, 10.0)
     connection.is_open = True
-    yield connection, peer
-    connection.close()
-    peer.close()
+    with contextlib.closing(connection), peer:
+        yield connection, peer
+
+
+@pytest.fixture
+def one() -> Iterator[tuple[Connection, socket.socket]]:
+    with connected() as one:
+        yield one
 
 
 def test_what_failures_mean(one: tuple[Connection, socket.socket]) -> None:
@@ -564,35 +458,25 @@ def test_what_failures_mean(one: tuple[Connection, socket.socket]) -> None:
 
 
 def test_calls_take_exactly_their_replies() -> None:
-    def call(data: bytes, count: int) -> list[object]:
-        ours, peer = socket.socketpair()
-        connection = Connection(ours, ENDPOINT, 10.0)
-        connection.is_open = True
-        try:
-            peer.sendall(data)
-            peer.shutdown(socket.SHUT_WR)
-            return list(connection.call(b"PING\r\n", count, time.monotonic() + 10))
-        except RedisError as error:
-            if not isinstance(error, RedisReplyError) and "OOM" not in str(error):
-                # What comes next on it would be taken for the next call's.
-                assert not connection.is_open
-            raise
-        finally:
-            connection.close()
-            peer.close()
-
     for replies, kind in (
         (b":1\r\n:2\r\n:3\r\n", RedisProtocolError),
         (b":1\r\n:2\r\n$5\r\nab", RedisProtocolError),
-        (b":1\r\n-OOM x\r\n", RedisError),
+        (b":1\r\n-OOM x\r\n", RedisFull),
         (b":1\r\n", RedisUnavailable),
         (b"what is this\r\n", RedisProtocolError),
         (b"_1\r\n:1\r\n", RedisProtocolError),
         (b":1\r\n?\r\n", RedisProtocolError),
     ):
-        with pytest.raises(kind):
-            call(replies, 2)
-    assert call(b":1\r\n$1\r\na\r\n", 2) == [1, b"a"]
+        with connected() as (connection, peer):
+            peer.sendall(replies)
+            peer.shutdown(socket.SHUT_WR)
+            with pytest.raises(kind):
+                connection.call(b"PING\r\n", 2, time.monotonic() + 10)
+            # Else what comes next on it would be taken for the next call's.
+            assert connection.is_open == (kind is RedisFull)
+    with connected() as (connection, peer):
+        peer.sendall(b":1\r\n$1\r\na\r\n")
+        assert connection.call(b"PING\r\n", 2, time.monotonic() + 10) == [1, b"a"]
 
 
 def test_a_deadline_in_the_past_costs_no_connection(one: tuple[Connection, socket.socket]) -> None:

@@ -71,4 +71,4 @@ def test_chaos(own_server: RedisServer, seal_keys: SealKeys | None) -> None:
         wait_until(lambda: plane.state.up)
         chunk = Chunk(77, SIZE, SLOT, seed=77)
         wait_until(lambda: write(plane, chunk, within_s=PATIENCE_S) == [WriteOutcome.STORED])
-        assert read(plane, Chunk(77, SIZE, SLOT)) == [ReadOutcome.LOADED]
+        wait_until(lambda: read(plane, chunk.empty()) == [ReadOutcome.LOADED])

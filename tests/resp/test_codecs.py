@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from lmcache_redis.chunks.frame import HEADER_BYTES, SEAL_AT, add_checksums
+from lmcache_redis.chunks.frame import HEADER_BYTES, SEAL_AT, ChunkFrame, add_checksums
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp.codecs import Codec, Found, Plain, Sealed, StripeIO
 from lmcache_redis.seal import SealKeys
 from lmcache_redis.tiers import ReadOutcome
-from tests.resp.helpers import Chunk
+from tests.resp.helpers import FINGERPRINT, Chunk
 
 SLOT = 4096
 SIZE = 5 * SLOT - 100
@@ -27,7 +29,11 @@ Change = Callable[[bytearray], object]
 
 def value_of(codec: Codec, chunk: Chunk, index: int) -> bytearray:
     """As a server has it."""
-    header, stored = codec.pack(StripeIO.of(chunk.io(), index), STORE_ID, 1)
+    return packed(codec, StripeIO.of(chunk.io(), index))
+
+
+def packed(codec: Codec, stripe: StripeIO) -> bytearray:
+    header, stored = codec.pack(stripe, STORE_ID, 1)
     add_checksums(header, xxh3_64_intdigest(stored))
     return header + stored
 
@@ -87,9 +93,8 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("field", FIELDS)
-def test_a_forged_field_of_a_sealed_value(field: str) -> None:
-    at, outcome = FIELDS[field]
+@pytest.mark.parametrize(("at", "outcome"), FIELDS.values(), ids=FIELDS)
+def test_a_forged_field_of_a_sealed_value(at: int, outcome: ReadOutcome) -> None:
     codec, chunk = Sealed(KEYS), Chunk(1, SIZE, SLOT, seed=1)
     for index in STRIPES:
         value = value_of(codec, chunk, index)
@@ -119,6 +124,27 @@ def test_a_sealed_stripe_with_the_header_of_another_place() -> None:
     other_stripe[24] = 1
     other_stripe[40:48] = SLOT.to_bytes(8, "little")
     assert placed(codec, with_right_checksums(other_stripe), 1) is CORRUPT
+
+
+def test_a_sealed_value_under_another_key() -> None:
+    """Model, rank and prefix are in the key alone; a plain value would be taken."""
+    for codec, outcome in ((Sealed(KEYS), CORRUPT), (Plain(), STORE_ID)):
+        stripe = StripeIO.of(Chunk(1, SIZE, SLOT, seed=1).io(), 2)
+        value = bytes(packed(codec, stripe._replace(key=b"theirs:" + stripe.key)))
+        assert placed(codec, value, 2) == outcome
+
+
+def test_any_metadata_leave_room_for_a_seal() -> None:
+    codec = Sealed(KEYS)
+    for groups, sizes in ((6, (2, 2, 4, 4)), (7, (2, 2, 4, 4)), (8, (64,)), (8, (8, 8))):
+        nbytes = groups * 64
+        formed = ([sizes] * groups, ["uint8"] * groups, MemoryFormat.BINARY)
+        metadata = RemoteMetadata(nbytes, *formed).serialize()
+        frame = ChunkFrame(FINGERPRINT, bytes(32), nbytes, nbytes, metadata)
+        payload = os.urandom(nbytes)
+        stripe = StripeIO(b"key", frame, 0, memoryview(bytearray(payload)))
+        assert codec.place(stripe, bytes(packed(codec, stripe))) == STORE_ID
+        assert stripe.payload == payload
 
 
 def test_sealed_and_plain_readers_do_not_open_each_others() -> None:

@@ -31,6 +31,9 @@ from tests.resp.helpers import (
     LEAST_CONNECTIONS,
     Answers,
     Chunk,
+    check_loads,
+    check_moves,
+    check_stores,
     open_streams,
     read,
     running,
@@ -89,33 +92,28 @@ def test_all_read_what_some_pack(
             else:
                 assert stored == [SIZE] * 3
             for reader in (packing, plain):
-                loaded = [empty(n) for n in (1, 2, 3)]
-                assert read(reader, *loaded) == [ReadOutcome.LOADED] * 3
-                assert [each.content for each in loaded] == [each.content for each in chunks]
+                check_loads(reader, *chunks)
         header = describe_header(client.get(chunks[0].stripe_keys()[0]))
         assert (header.stored_bytes, header.element_bytes) == (header.payload_bytes, 0)
 
 
-@SEALED
 def test_nothing_is_packed_without_the_native_extension(
     server: RedisServer,
     client: redis.Redis,
-    keys: SealKeys | None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What was packed is read."""
-    with running(server.url, seal_keys=keys, compress="lossless") as packing:
-        assert write(packing, numbers(1)) == [WriteOutcome.STORED]
+    with running(server.url, compress="lossless") as packing:
+        check_stores(packing, numbers(1))
     assert "packed" not in caplog.text
     monkeypatch.setattr(native, "packing", None)
-    with running(server.url, seal_keys=keys, compress="lossless") as plane:
+    with running(server.url, compress="lossless") as plane:
         assert "not packed" in caplog.text
-        assert write(plane, numbers(2)) == [WriteOutcome.STORED]
+        check_stores(plane, numbers(2))
         stored = [sum(map(client.strlen, numbers(n).stripe_keys())) for n in (1, 2)]
         assert stored[0] < SIZE < stored[1]
-        assert read(plane, loaded := empty(1), empty(2)) == [ReadOutcome.LOADED] * 2
-        assert loaded.content == numbers(1).content
+        check_loads(plane, numbers(1), numbers(2))
 
 
 @pytest.mark.parametrize("compress", ["lossless", "off"])
@@ -145,51 +143,35 @@ def test_damage_is_a_miss(server: RedisServer, client: redis.Redis, keys: SealKe
     key = chunk.stripe_keys()[2]
     with running(server.url, seal_keys=keys, compress="lossless") as plane:
         for at in (HEADER_BYTES, HEADER_BYTES + 40_000, -1, 177, 184, 300):
-            assert write(plane, chunk) == [WriteOutcome.STORED]
+            check_stores(plane, chunk)
             value = bytearray(client.get(key))
             value[at] ^= 1
             client.set(key, bytes(value))
             assert read(plane, empty(1)) == [ReadOutcome.CORRUPT], at
-        assert write(plane, chunk) == [WriteOutcome.STORED]
-        assert read(plane, loaded := empty(1)) == [ReadOutcome.LOADED]
-        assert loaded.content == chunk.content
+        check_moves(plane, chunk)
 
 
 @SEALED
-def test_a_packed_value_names_the_payload_that_was_packed(
-    server: RedisServer, client: redis.Redis, keys: SealKeys | None
-) -> None:
+def test_a_packed_value_names_the_payload_that_was_packed(keys: SealKeys | None) -> None:
     """Not of a sealed one: its tag is a better checksum, and tells nothing of what it hides."""
-    chunk, noise = numbers(1), Chunk(2, SIZE, SLOT, seed=2)
-    with running(server.url, seal_keys=keys, compress="lossless") as plane:
-        assert write(plane, chunk, noise) == [WriteOutcome.STORED] * 2
-        for each in (chunk, noise):
-            for key, slot in zip(each.stripe_keys(), each.slots, strict=True):
-                said = plain_checksum(client.getrange(key, 0, HEADER_BYTES - 1))
-                is_given = keys is None and each is chunk
-                assert said == (xxh3_64_intdigest(slot) if is_given else 0)
+    for chunk, is_packed in ((numbers(1), True), (Chunk(2, SIZE, SLOT, seed=2), False)):
+        stripe = StripeIO.of(chunk.io(), 1)
+        header, _ = codec_of(keys, True).pack(stripe, b"s" * 16, 1)
+        is_given = keys is None and is_packed
+        assert plain_checksum(header) == (xxh3_64_intdigest(stripe.payload) if is_given else 0)
 
 
-def test_other_numbers_than_were_packed_are_a_miss(
-    server: RedisServer, client: redis.Redis
-) -> None:
-    chunk = numbers(1)
-    with running(server.url, compress="lossless") as plane:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
-        key, wrong = chunk.stripe_keys()[1:3]
-        header = bytearray(client.get(key)[:HEADER_BYTES])
-        stored = client.get(wrong)[HEADER_BYTES:]
-        header[184:192] = len(stored).to_bytes(8, "little")
-        add_checksums(header, xxh3_64_intdigest(stored))
-        client.set(key, bytes(header) + stored)
-        assert read(plane, empty(1)) == [ReadOutcome.CORRUPT]
-        into = StripeIO.of(empty(1).io(), 1)
-        assert Plain().place(into, bytes(header) + stored) is ReadOutcome.CORRUPT
-        header[192:200] = bytes(8)  # another writer gives none
-        add_checksums(header, xxh3_64_intdigest(stored))
-        client.set(key, bytes(header) + stored)
-        assert Plain().place(into, bytes(header) + stored) == bytes(header[8:24])
-        assert read(plane, empty(1)) == [ReadOutcome.LOADED]
+def test_other_numbers_than_were_packed_are_a_miss() -> None:
+    """Unless another writer has given no checksum. Of movers: `test_packed`."""
+    one, other = (StripeIO.of(numbers(1).io(), index) for index in (1, 2))
+    codec, room = Plain(True), memoryview(bytearray(SLOT))
+    header, _ = codec.pack(one, b"s" * 16, 1)
+    _, used = pack(other.payload, (2,), room)
+    for checksum, found in ((plain_checksum(header), ReadOutcome.CORRUPT), (0, b"s" * 16)):
+        mark_packed(header, 2, used, checksum)
+        add_checksums(header, xxh3_64_intdigest(room[:used]))
+        value = bytes(header) + bytes(room[:used])
+        assert codec.place(StripeIO.of(empty(1).io(), 1), value) == found
 
 
 def test_a_sealed_reader_checks_what_it_unpacks() -> None:
@@ -207,23 +189,6 @@ def test_a_sealed_reader_checks_what_it_unpacks() -> None:
         found = codec.place(into, bytes(header) + bytes(sealed))
         assert found == (ReadOutcome.CORRUPT if checksum == 1 else b"s" * 16)
         assert checksum == 1 or into.payload == stripe.payload
-
-
-@BOTH_WAYS
-@pytest.mark.parametrize("stored", [b"\xff" * 9000, bytes(50_000)])
-def test_no_packed_form_is_a_miss(server: RedisServer, client: redis.Redis, stored: bytes) -> None:
-    """Somebody has stored it so, with the right checksums."""
-    chunk = numbers(1)
-    with running(server.url, compress="lossless") as plane:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
-        key = chunk.stripe_keys()[1]
-        value = bytearray(client.get(key)[:HEADER_BYTES])
-        value[184:192] = len(stored).to_bytes(8, "little")
-        value[56:64] = xxh3_64_intdigest(stored).to_bytes(8, "little")
-        value[168:176] = bytes(8)
-        value[168:176] = xxh3_64_intdigest(bytes(value)).to_bytes(8, "little")
-        client.set(key, bytes(value) + stored)
-        assert read(plane, empty(1)) == [ReadOutcome.CORRUPT]
 
 
 @BOTH_WAYS
@@ -316,17 +281,3 @@ def test_what_is_off_takes_no_memory_and_no_turns() -> None:
     assert Plain().together > 4 == Plain(True).together == Sealed(KEYS).together
     with pytest.raises(ConfigError, match="choose one of off, lossless"):
         RedisOptions("redis://h", compress="zstd")
-
-
-@BOTH_WAYS
-def test_a_plane_that_only_reads(server: RedisServer) -> None:
-    def loads(plane: RedisPlane) -> None:
-        assert read(plane, loaded := empty(1)) == [ReadOutcome.LOADED]
-        assert loaded.content == numbers(1).content
-
-    with running(server.url, compress="lossless") as plane:
-        assert write(plane, numbers(1)) == [WriteOutcome.STORED]
-    with running(server.url, connections=1) as plane:
-        loads(plane)
-    with running(server.url, verify_checksums=False) as plane:
-        loads(plane)

@@ -5,27 +5,19 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmcache_redis.admin.server import open_server
-from lmcache_redis.errors import (
-    ConfigError,
-    RedisAuthError,
-    RedisError,
-    RedisProtocolError,
-    RedisTimeout,
-    RedisUnavailable,
-)
+from lmcache_redis.errors import RedisAuthError, RedisError, RedisProtocolError, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.net.connection import Connector
 from lmcache_redis.resp.net.wire import PING_COMMAND
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
-from tests.resp.helpers import Chunk, open_streams, read, running, wait_until, write
+from tests.resp.helpers import Chunk, check_moves, open_streams, read, running, wait_until, write
 from tests.resp.odd import ENVOY, TWEMPROXY, Answers, OddProxy
 from tests.resp.trickling import LyingServer
 from tests.servers import RedisServer, free_port
@@ -41,6 +33,7 @@ def check(connector: Connector) -> None:
     """Connect, PING, close."""
     with contextlib.closing(connector.open("lmcache-redis:test")) as connection:
         connection.call(PING_COMMAND, 1, time.monotonic() + 5.0)
+        assert connection.plain_fileno >= 0, "the compiled mover can use it"
     assert open_streams(connector) == 0
 
 
@@ -75,8 +68,7 @@ def test_a_user_with_few_rights_is_enough(own_server: RedisServer) -> None:
     with running(url) as plane:
         assert plane.state.up, plane.state
         chunk = Chunk(1, 5000, 4096, seed=1)
-        assert write(plane, chunk) == [WriteOutcome.STORED]
-        assert read(plane, chunk) == [ReadOutcome.LOADED]
+        check_moves(plane, chunk)
         own_server.command("ACL", "SETUSER", "cache", "-get")
         assert read(plane, chunk) == [ReadOutcome.UNAVAILABLE]
         assert plane.state.up
@@ -121,47 +113,17 @@ def test_credentials(tmp_path: Path) -> None:
             assert SECRET not in str(error)
 
 
-def test_a_stopped_server_times_out(own_server: RedisServer) -> None:
-    own_server.stop()
-    error = refused(connector(own_server.url, timeout_s=0.05))
-    assert isinstance(error, RedisTimeout)
-    own_server.cont()
-
-
-@pytest.mark.servers
-def test_no_client_too_many(tmp_path: Path) -> None:
-    with RedisServer(tmp_path, args=("--maxclients", "1")) as server:
-        wait_until(lambda: server.running)
-        first = connector(server.url)
-        connection = first.open("x")
-        error = refused(connector(server.url))
-        assert isinstance(error, RedisUnavailable)
-        assert "maxclients" in str(error)
-        connection.close()
-
-
-@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\x01", b""])
-def test_something_else_than_redis(greeting: bytes) -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        # Who is closed on is tried twice.
-        for _ in range(1 if greeting else 2):
-            client, _ = listener.accept()
-            with client:
-                client.recv(1 << 16)
-                client.sendall(greeting)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    error = refused(connector(f"redis://127.0.0.1:{listener.getsockname()[1]}", timeout_s=2.0))
-    assert isinstance(error, (RedisProtocolError, RedisUnavailable))
-    thread.join()
-    listener.close()
-
-
-@pytest.mark.parametrize("reply", [b"+OK\r\n+OK\r\n", b"+OK\r\n+", b"%1\r\n+x\r\n:1\r\n:1\r\n"])
-def test_bytes_nobody_asked_for_are_noticed(reply: bytes) -> None:
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"\x00\x01",
+        b"+OK\r\n+OK\r\n",
+        b"+OK\r\n+",
+        b"%1\r\n+x\r\n:1\r\n:1\r\n",
+    ],
+)
+def test_what_does_not_speak_redis(reply: bytes) -> None:
     with LyingServer(lambda words: reply) as server:
         assert isinstance(refused(connector(server.url)), RedisProtocolError)
 
@@ -228,12 +190,7 @@ def test_who_always_closes_is_tried_twice_and_told() -> None:
 @pytest.mark.parametrize("answers", [ENVOY, TWEMPROXY])
 def test_chunks_pass_a_proxy_that_knows_few_commands(server: RedisServer, answers: Answers) -> None:
     with OddProxy(server.port, answers) as proxy, running(proxy.url) as plane:
-        chunk = Chunk(1, 300_000, 1 << 16, seed=1)
-        wanted = chunk.content
-        assert write(plane, chunk) == [WriteOutcome.STORED]
-        loaded = Chunk(1, 300_000, 1 << 16)
-        assert read(plane, loaded) == [ReadOutcome.LOADED]
-        assert loaded.content == wanted
+        check_moves(plane, Chunk(1, 300_000, 1 << 16, seed=1))
 
 
 def test_an_aborted_connector_lets_nobody_wait(own_server: RedisServer) -> None:
@@ -308,98 +265,3 @@ def test_tls_is_for_sentinels_and_servers_or_for_neither(own_server: RedisServer
             "127.0.0.1", server.port
         )
         assert both in str(refused(Connector(plain, 2.0, 2.0)))
-
-
-# -------------------------------------------------------------------- TLS
-
-
-@pytest.fixture
-def tls_server(tmp_path: Path, certificates: Path) -> Iterator[tuple[RedisServer, str]]:
-    port = free_port()
-    server = RedisServer(
-        tmp_path,
-        tcp=False,
-        args=(
-            *("--tls-port", str(port), "--tls-auth-clients", "no"),
-            *("--tls-cert-file", str(certificates / "server.pem")),
-            *("--tls-key-file", str(certificates / "server.key")),
-        ),
-    )
-    try:
-        server.start()
-    except RuntimeError:
-        pytest.skip("this redis-server is built without TLS")
-    try:
-        yield server, f"rediss://localhost:{port}"
-    finally:
-        server.kill()
-
-
-@pytest.mark.servers
-def test_tls(tls_server: tuple[RedisServer, str], certificates: Path) -> None:
-    server, url = tls_server
-    url_with_ca = f"{url}?ssl_ca_certs={certificates}/ca.pem"
-    made = connector(url_with_ca)
-    connection = made.open("x")
-    assert connection.plain_fileno == -1
-    connection.close()
-    with running(url_with_ca) as plane:
-        chunks = [Chunk(n, size, 1 << 20, seed=n) for n, size in enumerate((1, 5000, 3_000_000))]
-        wanted = [chunk.content for chunk in chunks]
-        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
-        loaded = [Chunk(n, chunk.frame.chunk_bytes, 1 << 20) for n, chunk in enumerate(chunks)]
-        assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
-        assert [chunk.content for chunk in loaded] == wanted
-        server.command("UNLINK", loaded[2].stripe_keys()[0])
-        assert read(plane, loaded[2]) == [ReadOutcome.MISSING]
-        server.stop()
-        outcome = read(plane, loaded[1], within_s=0.1)
-        assert outcome == [ReadOutcome.TIMED_OUT]
-        server.cont()
-        wait_until(lambda: plane.state.up and read(plane, loaded[1]) == [ReadOutcome.LOADED])
-
-
-@pytest.mark.servers
-def test_tls_refusals_say_why(tls_server: tuple[RedisServer, str], certificates: Path) -> None:
-    _, url = tls_server
-    error = refused(connector(url))
-    assert "ssl_ca_certs" in str(error)
-    ca = f"?ssl_ca_certs={certificates}/ca.pem"
-    error = refused(connector(url.replace("localhost", "127.0.0.1") + ca))
-    assert "ssl_check_hostname" in str(error)
-    check(connector(url.replace("localhost", "127.0.0.1") + ca + "&ssl_check_hostname=false"))
-    with pytest.raises((RedisError, ConfigError)):
-        connector(f"{url}?ssl_ca_certs={certificates}/server.ext").open("x")
-    error = refused(connector(url.replace("rediss", "redis"), timeout_s=2.0))
-    assert isinstance(error, RedisError)
-
-
-@pytest.mark.servers
-def test_an_absolute_name_is_in_the_certificate_without_its_dot(
-    tls_server: tuple[RedisServer, str], certificates: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The look-up gets the dot: it saves those of a search list."""
-    _, url = tls_server
-    asked: list[str] = []
-    look_up = socket.getaddrinfo
-
-    def played(host: str, *args: Any, **named: Any) -> Any:
-        asked.append(host)
-        return look_up("localhost" if host == "localhost." else host, *args, **named)
-
-    monkeypatch.setattr(socket, "getaddrinfo", played)
-    absolute = f"{url.replace('localhost', 'localhost.')}?ssl_ca_certs={certificates}/ca.pem"
-    check(connector(absolute))
-    assert set(asked) == {"localhost."}
-    asked.clear()
-    with open_server(RedisOptions(absolute)) as server:
-        assert server.nodes[0].ask("DBSIZE") == 0
-    assert set(asked) == {"localhost."}
-
-
-def test_plain_sockets_get_the_fast_path(server: RedisServer) -> None:
-    for url in (server.url, server.unix_url):
-        made = connector(url)
-        connection = made.open("x")
-        assert connection.plain_fileno >= 0
-        connection.close()

@@ -14,7 +14,7 @@ import pytest
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import RedisProtocolError, RedisRedirect
-from lmcache_redis.resp import RedisPlane, control
+from lmcache_redis.resp import control
 from lmcache_redis.resp.control import (
     GROUP_KEYS,
     Steps,
@@ -34,14 +34,12 @@ from tests.resp.helpers import (
     Answers,
     chunk_key,
     describe,
-    exists,
     open_streams,
     running,
     scan,
     wait_until,
 )
 from tests.resp.trickling import Answer, LyingServer
-from tests.servers import RedisServer
 
 
 class FakeServer:
@@ -84,37 +82,30 @@ class FakeServer:
         return self.receive(self.outstanding) if self.outstanding else ()
 
 
-def result_of(server: FakeServer, steps: Steps[Any]) -> Any:
-    """The result of a question of one step."""
+def counted(server: FakeServer, asked: list[bytes]) -> int:
+    steps = count_prefix(asked)
     server.send(*next(steps))
     with pytest.raises(StopIteration) as end:
         steps.send(cast(Connection, server))
-    return end.value.value
-
-
-def counted(server: FakeServer, asked: list[bytes]) -> int:
-    return int(result_of(server, count_prefix(asked)))
+    return int(end.value.value)
 
 
 def keys(count: int) -> list[bytes]:
     return [b"key-%05d" % number for number in range(count)]
 
 
-@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 64, 100, 1000])
-def test_all_or_none_cost_one_round_trip(count: int) -> None:
+LENGTHS = [(100, length) for length in range(0, 100, 7)]
+LENGTHS += [(count, count) for count in (0, 1, 31, 32, 33, 64, 100, 1000)]
+
+
+@pytest.mark.parametrize(("count", "length"), LENGTHS)
+def test_a_prefix_costs_two_round_trips_at_most(count: int, length: int) -> None:
+    """All or none cost one."""
     asked = keys(count)
-    full, empty = FakeServer(set(asked)), FakeServer(set())
-    assert counted(full, asked) == count
-    assert counted(empty, asked) == 0
-    assert full.round_trips == empty.round_trips == (1 if count else 0)
-
-
-@pytest.mark.parametrize("length", range(0, 100, 7))
-def test_a_prefix_costs_two_at_most(length: int) -> None:
-    asked = keys(100)
     server = FakeServer(set(asked[:length]))
     assert counted(server, asked) == length
-    assert server.round_trips == (1 if length % GROUP_KEYS == 0 else 2)
+    is_known = length == count or length % GROUP_KEYS == 0
+    assert server.round_trips == (0 if not count else 1 if is_known else 2)
 
 
 def test_gaps_end_the_prefix_whatever_comes_after() -> None:
@@ -165,33 +156,6 @@ def test_the_prefix_is_known_before_all_replies_are_there(length: int) -> None:
     assert length or server.outstanding == 30
 
 
-def test_against_a_server(plane: RedisPlane, server: RedisServer) -> None:
-    asked = [chunk_key(number) for number in range(1000)]
-    stripes = [stripe_key(key, 0) for key in asked]
-    assert scan(plane, asked) == (CallOutcome.DONE, 0)
-    assert scan(plane, []) == (CallOutcome.DONE, 0)
-    with server.client() as client:
-        client.mset(dict.fromkeys(stripes[:777], b"x"))
-        client.delete(stripes[800])
-    assert scan(plane, asked) == (CallOutcome.DONE, 777)
-    assert scan(plane, asked[:777]) == (CallOutcome.DONE, 777)
-    with server.client() as client:
-        client.mset(dict.fromkeys(stripes[900:], b"x"))
-    found = exists(plane, asked)
-    assert found.outcome is CallOutcome.DONE
-    assert list(found.present) == [True] * 777 + [False] * 123 + [True] * 100
-    assert exists(plane, []).present == ()
-
-
-def test_ten_thousand_keys_of_differing_lengths(plane: RedisPlane, server: RedisServer) -> None:
-    asked = [b"k" * (number % 5 + 1) + b"-%d" % number for number in range(10_000)]
-    request = keys_commands(b"UNLINK", asked, len(asked))
-    assert request.count(b"\r\n") == 2 * len(asked) + 3
-    with server.client() as client:
-        client.mset(dict.fromkeys([stripe_key(key, 0) for key in asked[:9_999]], b""))
-    assert scan(plane, asked) == (CallOutcome.DONE, 9_999)
-
-
 class Replies:
     """The replies to one step."""
 
@@ -234,10 +198,11 @@ def test_a_walk_removes_what_is_unwanted() -> None:
     play(walk_keys(b"*", lambda keys: keys[:1]), scanned[0], [0], scanned[1])
 
 
-def test_each_key_is_asked_about_by_itself() -> None:
-    def pack(keys: Sequence[bytes]) -> bytes:
-        return keys_commands(b"EXISTS", keys, 1)
+def pack(keys: Sequence[bytes]) -> bytes:
+    return keys_commands(b"EXISTS", keys, 1)
 
+
+def test_each_key_is_asked_about_by_itself() -> None:
     asked = keys(3)
     moved = ErrorReply("MOVED", "MOVED 1 127.0.0.1:7")
     wrong = ErrorReply("WRONGTYPE", "WRONGTYPE of a string")
@@ -251,9 +216,6 @@ def test_each_key_is_asked_about_by_itself() -> None:
 
 
 def test_asking_comes_before_each_key_in_one_write() -> None:
-    def pack(keys: Sequence[bytes]) -> bytes:
-        return keys_commands(b"EXISTS", keys, 1)
-
     asked, asking = keys(2), b"*1\r\n$6\r\nASKING\r\n"
     moved = ErrorReply("MOVED", "MOVED 1 127.0.0.1:7")
     steps = ask_each(pack, parse_count, asked, is_asking=True)
@@ -345,17 +307,10 @@ def test_questions_behind_a_lost_connection_are_answered() -> None:
 def test_claims_among_other_keys_are_claimed() -> None:
     """As where two nodes redirect to a third: each key gets its own command, and its own result."""
 
-    class Answers:
-        def receive_all(self) -> list[Any]:
-            return [b"OK", None, 1, 0]
-
     keys = [b"claim a", b"a", b"claim b", b"b"]
-    pack = partial(keys_commands, b"TOUCH")
-    steps = keep_each(pack, print, lambda key: key.startswith(b"claim"), 2000, keys)
-    (packed,), replies = next(steps)
-    assert replies == 4
+    touch = partial(keys_commands, b"TOUCH")
+    steps = keep_each(touch, print, lambda key: key.startswith(b"claim"), 2000, keys)
+    (sent,), found = play(steps, [b"OK", None, 1, 0])
     claims = [pack_command(b"SET", key, b"", b"NX", b"PX", 2000) for key in keys[::2]]
-    assert packed == b"".join([*claims, pack(keys[1::2])])
-    with pytest.raises(StopIteration) as end:
-        steps.send(Answers())  # type: ignore[arg-type]
-    assert end.value.value == [1, 1, 0, 0]
+    assert sent == b"".join([*claims, touch(keys[1::2])])
+    assert found == [1, 1, 0, 0]

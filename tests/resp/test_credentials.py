@@ -11,12 +11,19 @@ from redis.credentials import CredentialProvider, UsernamePasswordCredentialProv
 
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError, RedisAuthError
-from lmcache_redis.resp import RedisOptions, RedisPlane, check_url
+from lmcache_redis.resp import RedisOptions, check_url, health
 from lmcache_redis.resp.net.endpoint import auth_command
 from lmcache_redis.resp.options import PasswordFile, StaticPassword, load_provider
-from lmcache_redis.tiers import ReadOutcome, WriteOutcome
-from tests.resp.helpers import Chunk, read, running, wait_until, write
+from tests.resp.helpers import Chunk, check_moves, running, wait_until
 from tests.servers import RedisServer
+
+# Until it is noticed that connections were closed.
+QUICK = {"heartbeat_s": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def _tries_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_REFUSED_RETRY_S", 0.05)
 
 
 class Rotating(CredentialProvider):
@@ -39,11 +46,8 @@ def rotate(server: RedisServer, password: str) -> None:
     server.command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
 
-def check_moves_chunks(plane: RedisPlane, seed: int) -> None:
-    chunk, loaded = Chunk(seed, 20_000, 10_000, seed=seed), Chunk(seed, 20_000, 10_000)
-    assert write(plane, chunk) == [WriteOutcome.STORED]
-    assert read(plane, loaded) == [ReadOutcome.LOADED]
-    assert loaded.content == chunk.content
+def chunk(number: int) -> Chunk:
+    return Chunk(number, 20_000, 10_000, seed=number)
 
 
 @pytest.mark.servers
@@ -51,14 +55,14 @@ def test_a_password_file_is_read_at_each_connect(own_server: RedisServer, tmp_pa
     path = tmp_path / "password"
     path.write_text("first\n")
     rotate(own_server, "first")
-    with running(own_server.url, username="cache", password_file=str(path)) as plane:
-        check_moves_chunks(plane, 1)
+    with running(own_server.url, username="cache", password_file=str(path), **QUICK) as plane:
+        check_moves(plane, chunk(1))
         connects = plane.stats().connects
         rotate(own_server, "second")
         wait_until(lambda: "refuses the user or the password" in plane.state.reason)
         path.write_text("second\n")
         wait_until(lambda: plane.state.up)
-        check_moves_chunks(plane, 2)
+        check_moves(plane, chunk(2))
         assert plane.stats().connects > connects
         path.unlink()
         own_server.command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
@@ -71,23 +75,23 @@ def test_a_password_file_is_read_at_each_connect(own_server: RedisServer, tmp_pa
 def test_a_provider_is_asked_at_each_connect(own_server: RedisServer) -> None:
     provider = Rotating()
     rotate(own_server, "first")
-    with running(own_server.url, credential_provider=provider) as plane:
-        check_moves_chunks(plane, 1)
+    with running(own_server.url, credential_provider=provider, **QUICK) as plane:
+        check_moves(plane, chunk(1))
         asked = provider.asked
         provider.said = ("cache", "second")
         # A new password leaves the connections alone.
         own_server.command("ACL", "SETUSER", "cache", "resetpass", ">second")
-        check_moves_chunks(plane, 2)
+        check_moves(plane, chunk(2))
         assert provider.asked == asked
         rotate(own_server, "second")
-        check_moves_chunks(plane, 3)
+        check_moves(plane, chunk(3))
         assert provider.asked > asked
         provider.said = OSError("no token today")
         own_server.command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
         wait_until(lambda: "provider failed: OSError: no token today" in plane.state.reason)
         provider.said = ("cache", "second")
         wait_until(lambda: plane.state.up)
-        check_moves_chunks(plane, 4)
+        check_moves(plane, chunk(4))
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,19 @@ import pytest
 from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.resp import RedisPlane
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.tiers import CallOutcome, WriteOutcome
+from lmcache_redis.tiers import CallOutcome
 from tests.resp.helpers import (
     STEM,
     Answers,
     Chunk,
+    check_stores,
     chunk_key,
     clear,
     exists,
     running,
     scan,
     wait_until,
-    write,
 )
-from tests.resp.scissors import Scissors
 from tests.servers import RedisServer
 
 
@@ -44,7 +43,7 @@ def early(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def store(plane: RedisPlane, count: int) -> list[bytes]:
     chunks = [Chunk(number, 64, 4096, seed=number) for number in range(count)]
-    assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+    check_stores(plane, *chunks)
     return [chunk_key(number) for number in range(count)]
 
 
@@ -135,16 +134,6 @@ def test_a_connection_that_died_unnoticed_costs_no_answer(
         assert scan(plane, [chunk_key(0)]) == (CallOutcome.DONE, 1)
         assert plane.state.up
     assert "internal error" not in caplog.text
-
-
-def test_a_reply_cut_in_two_costs_its_question(own_server: RedisServer, early: list[str]) -> None:
-    with Scissors(own_server.port) as scissors, running(scissors.url) as plane:
-        there = store(plane, 3)
-        for after_bytes in range(4):
-            wait_until(lambda: is_resting(plane, early))
-            scissors.cut("control", after_bytes)
-            assert scan(plane, there).outcome is CallOutcome.UNAVAILABLE
-            assert scan(plane, there) == (CallOutcome.DONE, 3)
 
 
 def test_a_stale_answer_is_not_taken_for_the_next(

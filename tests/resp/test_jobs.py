@@ -219,24 +219,6 @@ def test_the_urgent_go_first() -> None:
     assert len(queue) == 0
 
 
-def test_a_waiting_thread_gets_a_task_and_the_end() -> None:
-    queue: TaskQueue[int] = TaskQueue()
-    got: list[int | None] = []
-
-    def consume() -> None:
-        while queue.wait():
-            got.extend(queue.take_some(1))
-        got.append(None)
-
-    thread = threading.Thread(target=consume)
-    thread.start()
-    queue.put([1])
-    wait_until(lambda: got == [1])
-    queue.close()
-    thread.join()
-    assert got == [1, None]
-
-
 # --------------------------------------------------------------- the timekeeper
 
 

@@ -13,19 +13,11 @@ from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.maps import SLOTS, ServerMap
 from lmcache_redis.resp.options import parse_deployment
 from tests.resp.helpers import find_servers
-from tests.resp.trickling import LyingServer
+from tests.resp.trickling import LyingServer, packed
+
+pytestmark = pytest.mark.servers
 
 Node = tuple[bytes | None, int]
-
-
-def packed(value: Any) -> bytes:
-    if isinstance(value, int):
-        return b":%d\r\n" % value
-    if value is None:
-        return b"$-1\r\n"
-    if isinstance(value, bytes):
-        return b"$%d\r\n%b\r\n" % (len(value), value)
-    return b"*%d\r\n" % len(value) + b"".join(map(packed, value))
 
 
 def node(host: bytes | None, port: int) -> list[Any]:
@@ -44,7 +36,6 @@ def map_from(reply: bytes) -> tuple[ServerMap, int]:
         return find_servers(deployment, 20.0), deployment.seeds[0].port
 
 
-@pytest.mark.servers
 def test_a_range_for_each_slot_and_replicas() -> None:
     """Two masters that have every other slot, after many moves."""
     nodes: list[Sequence[Node]] = [
@@ -58,14 +49,12 @@ def test_a_range_for_each_slot_and_replicas() -> None:
     assert found.ranges == tuple((slot, slot, slot % 2) for slot in range(SLOTS))
 
 
-@pytest.mark.servers
 @pytest.mark.parametrize("host", [b"", None])
 def test_a_node_without_a_host_is_on_that_of_who_was_asked(host: bytes | None) -> None:
     found, _ = map_from(slots([(0, SLOTS - 1, [(host, 7001)])]))
     assert [(server.host, server.port) for server in found.servers] == [("127.0.0.1", 7001)]
 
 
-@pytest.mark.servers
 @pytest.mark.parametrize("unknown", [(b"?", 6379), (b"10.0.0.1", 0), (b"?", 0), (None, 70_000)])
 def test_a_node_that_is_not_named_is_no_server(unknown: Node) -> None:
     found, _ = map_from(slots([(0, 99, [unknown]), (100, SLOTS - 1, [(b"h", 1)])]))
@@ -75,13 +64,11 @@ def test_a_node_that_is_not_named_is_no_server(unknown: Node) -> None:
         map_from(slots([(0, SLOTS - 1, [unknown])]))
 
 
-@pytest.mark.servers
 def test_a_cluster_without_slots() -> None:
     with pytest.raises(RedisUnavailable, match="has no slots assigned yet"):
         map_from(slots([]))
 
 
-@pytest.mark.servers
 @pytest.mark.parametrize(
     "rows", [[(0, SLOTS, [(b"h", 1)])], [(5, 4, [(b"h", 1)])], [(-1, 4, [(b"h", 1)])]]
 )

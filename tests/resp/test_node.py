@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from lmcache_redis.resp import RedisOptions, RedisPlane, finder
-from lmcache_redis.resp.finder import ServerFinder
 from lmcache_redis.resp.jobs import Jobs
 from lmcache_redis.resp.maps import SLOTS, ServerMap
 from lmcache_redis.resp.node import DataNodes
@@ -25,6 +24,7 @@ from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     SLOW_S,
     Chunk,
+    check_stores,
     chunk_key,
     exists,
     first_key,
@@ -38,28 +38,17 @@ from tests.resp.helpers import (
     wait_until,
     write,
 )
-from tests.resp.trickling import Answer, LyingServer
+from tests.resp.trickling import Answer, LyingServer, packed
 from tests.servers import RedisServer
 
 SECRET = "s3cret"
 
 
-def bulk(text: object) -> bytes:
-    data = str(text).encode()
-    return b"$%d\r\n%b\r\n" % (len(data), data)
-
-
 def slots_of(*ports: int) -> bytes:
     """The reply to CLUSTER SLOTS of shards on loopback with equal shares."""
-    rows = []
-    for number, port in enumerate(ports):
-        first, last = (16384 * n // len(ports) for n in (number, number + 1))
-        rows.append(
-            b"*3\r\n:%d\r\n:%d\r\n*2\r\n" % (first, last - 1)
-            + bulk("127.0.0.1")
-            + b":%d\r\n" % port
-        )
-    return b"*%d\r\n" % len(rows) + b"".join(rows)
+    ends = [16384 * number // len(ports) for number in range(len(ports) + 1)]
+    rows = zip(itertools.pairwise(ends), ports, strict=True)
+    return packed([[first, end - 1, [b"127.0.0.1", port]] for (first, end), port in rows])
 
 
 def shard(answers: Callable[[list[bytes]], Answer] = lambda words: None) -> LyingServer:
@@ -120,7 +109,7 @@ def test_invented_addresses_get_neither_threads_nor_the_password(kind: bytes) ->
         LyingServer() as other,
         shard(answer) as server,
         # It waits so long for a map that names the server.
-        running(cluster_url(server), op_timeout_s=0.5) as plane,
+        running(cluster_url(server), op_timeout_s=0.2) as plane,
     ):
         chunk = Chunk(1, 100, 4096)
         assert read(plane, chunk) == [ReadOutcome.UNAVAILABLE]
@@ -137,8 +126,11 @@ def test_invented_addresses_get_neither_threads_nor_the_password(kind: bytes) ->
         assert any(SECRET.encode() in words for words in server.commands)
 
 
-def test_a_redirection_waits_for_the_map_that_names_the_server() -> None:
+def test_a_redirection_waits_for_the_map_that_names_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It is looked up until then."""
+    monkeypatch.setattr(finder, "_MOVED_PAUSE_S", 0.1)
     asked = itertools.count()
 
     def one(words: list[bytes]) -> Answer:
@@ -177,46 +169,6 @@ def test_a_cluster_that_is_down_keeps_its_connections() -> None:
 
 
 # ------------------------------------------------------------------ looking up
-
-
-def test_a_finder_keeps_its_connection_and_many_spread() -> None:
-    """One seed: it is asked once, then a node of the map that it names."""
-    servers = [LyingServer(lambda words: slots_of(*ports)) for _ in range(3)]
-    ports = [server.port for server in servers]
-    deployment = parse_deployment(RedisOptions(f"redis+cluster://127.0.0.1:{ports[0]}"))
-    with servers[0], servers[1], servers[2]:
-        for _ in range(40):
-            with contextlib.closing(ServerFinder(deployment, 5.0)) as finder:
-                for _ in range(6):
-                    assert len(finder.find().servers) == 3
-        opened = [[words[0] for words in each.commands].count(b"CLIENT") for each in servers]
-        assert sum(opened) <= 80
-        assert min(opened) > 0
-
-
-def test_seeds_are_asked_when_no_node_answers() -> None:
-    def start() -> None:
-        nodes.append(stack.enter_context(LyingServer(lambda words: slots_of(nodes[-1].port))))
-
-    with contextlib.ExitStack() as stack:
-        nodes: list[LyingServer] = []
-        start()
-        start()
-        seeds = ",".join(f"127.0.0.1:{node.port}" for node in nodes)
-        deployment = parse_deployment(RedisOptions(f"redis+cluster://{seeds}"))
-        finder = stack.enter_context(contextlib.closing(ServerFinder(deployment, 5.0)))
-        assert [each.port for each in finder.find().servers] == [nodes[1].port]
-        asked = len(nodes[0].commands)
-        for _ in range(10):
-            finder.find()
-        assert len(nodes[0].commands) == asked
-        # The only node of the map goes; a seed names another.
-        nodes[1].__exit__(None, None, None)
-        nodes[1] = stack.enter_context(LyingServer(lambda words: slots_of(nodes[1].port)))
-        assert [each.port for each in finder.find().servers] == [nodes[1].port]
-        # Now the seeds are gone, too.
-        nodes[0].__exit__(None, None, None)
-        assert [each.port for each in finder.find().servers] == [nodes[1].port]
 
 
 def test_more_servers_than_a_cluster_has_are_refused() -> None:
@@ -386,7 +338,7 @@ def test_a_primary_that_moves_behind_its_name(
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     chunk = Chunk(1, 40_000, 4096, seed=1)
     with running("redis://primary.test:6379", heartbeat_s=0.1) as plane:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        check_stores(plane, chunk)
         assert read(plane, chunk) == [ReadOutcome.LOADED]
         own_server.command("REPLICAOF", "127.0.0.1", str(server.port))
         # It may close some of the connections without an answer, in the beginning.

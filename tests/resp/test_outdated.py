@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
-from tests.resp.helpers import Chunk, read, running, wait_until, write
+from tests.resp.helpers import Chunk, check_loads, check_stores, read, running, wait_until, write
 from tests.servers import RedisServer, free_port
 from tests.topologies import (
     Cluster,
@@ -18,19 +17,12 @@ from tests.topologies import (
     Watched,
     another_sentinel,
     free_node_port,
-    running_sentinel,
 )
 
 pytestmark = pytest.mark.servers
 
 SLOT = 4096
 BIG = 100_000
-
-
-@pytest.fixture
-def watched(tmp_path: Path) -> Iterator[Watched]:
-    with running_sentinel(tmp_path) as watched:
-        yield watched
 
 
 @pytest.mark.parametrize("is_dead", [True, False], ids=["dead", "replica"])
@@ -56,26 +48,26 @@ def test_an_outdated_sentinel_is_left(
             assert watched.servers[0].command("EXISTS", *chunk.stripe_keys()) == chunk.stripe_count
             # It stays with those.
             for number in range(2, 40):
-                assert write(plane, Chunk(number, 5000, SLOT)) == [WriteOutcome.STORED]
+                check_stores(plane, Chunk(number, 5000, SLOT))
     assert f"127.0.0.1:{ports[0]} says 127.0.0.1:{believed}" in caplog.text
 
 
 def test_a_primary_cut_off_from_its_cluster_with_its_clients(tmp_path: Path) -> None:
     """They reach every node, and the one that they ask is outdated."""
     stored = [Chunk(n, BIG, SLOT, seed=n) for n in range(4)]
-    loaded = [Chunk(n, BIG, SLOT) for n in range(4)]
     with ExitStack() as stack:
         cluster = CuttableCluster(tmp_path, stack)
         primary = cluster.nodes[0]
         replica = cluster.add_replica(primary)
         # All that it knows is that one.
         with running(cluster.url) as plane:
-            assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+            check_stores(plane, *stored)
             wait_until(lambda: replica.command("DBSIZE") == primary.command("DBSIZE"))
             cluster.cut_off(primary)
             wait_until(lambda: replica.command("ROLE")[0] == b"master")
-            wait_until(lambda: set(read(plane, *loaded)) == {ReadOutcome.LOADED})
-            assert [c.content for c in loaded] == [c.content for c in stored]
+            empty = [chunk.empty() for chunk in stored]
+            wait_until(lambda: set(read(plane, *empty)) == {ReadOutcome.LOADED})
+            check_loads(plane, *stored)
             wait_until(lambda: set(write(plane, *stored)) == {WriteOutcome.STORED})
             assert primary.command("CLUSTER", "INFO").startswith(b"cluster_state:fail")
 

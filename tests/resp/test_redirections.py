@@ -7,8 +7,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,9 @@ from lmcache_redis.seal import SealKeys
 from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     Chunk,
+    check_loads,
+    check_moves,
+    check_stores,
     describe,
     exists,
     read,
@@ -32,7 +34,7 @@ from tests.resp.helpers import (
     write,
 )
 from tests.servers import RedisServer
-from tests.topologies import Cluster, keys_on
+from tests.topologies import Cluster, keys_on, running_cluster
 
 SERVERS = tuple(Endpoint(Transport.TCP, host="h", port=port) for port in (1, 2, 3))
 NODES = {server: f"node-{server.port}" for server in SERVERS}
@@ -148,14 +150,8 @@ SLOT = 4096
 BIG = 100_000
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with ExitStack() as stack:
-        yield Cluster(tmp_path, stack)
-
-
-def chunks(count: int, *, seeds: int = 0) -> list[Chunk]:
-    return [Chunk(n, BIG, SLOT, seed=seeds + n) for n in range(count)]
+def chunks(count: int) -> list[Chunk]:
+    return [Chunk(n, BIG, SLOT, seed=n) for n in range(count)]
 
 
 def first_on(cluster: Cluster, number: int, count: int) -> list[Chunk]:
@@ -176,17 +172,12 @@ def slots_on(cluster: Cluster, number: int, stored: list[Chunk]) -> list[int]:
     return sorted({slot_of(c.key) for c in stored if cluster.node_of(c.key) is node})
 
 
-def same(stored: list[Chunk]) -> list[Chunk]:
-    """To load them into."""
-    return [Chunk(chunk.number, BIG, SLOT) for chunk in stored]
-
-
 def test_a_slot_that_has_moved_costs_nothing(cluster: Cluster) -> None:
     stored = first_on(cluster, 1, 20)
     source, target = cluster.nodes[1:]
     keys = [chunk.key for chunk in stored]
     with running(cluster.url) as plane:
-        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+        check_stores(plane, *stored)
         slots = iter(slots_on(cluster, 1, stored))
         looked_up = calls(cluster, "cluster|slots")
 
@@ -197,16 +188,12 @@ def test_a_slot_that_has_moved_costs_nothing(cluster: Cluster) -> None:
                 cluster.move(slot, source, target)
 
         move(5)
-        loaded = same(stored)
-        assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
-        assert [chunk.content for chunk in loaded] == [chunk.content for chunk in stored]
+        check_loads(plane, *stored)
         move(5)
         assert refresh(plane, *stored)[:2] == (CallOutcome.DONE, [True] * 20)
         move(5)
         new = [Chunk(chunk.number, BIG, SLOT, seed=100 + chunk.number) for chunk in stored]
-        assert set(write(plane, *new)) == {WriteOutcome.STORED}
-        assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
-        assert [chunk.content for chunk in loaded] == [chunk.content for chunk in new]
+        check_moves(plane, *new)
         move(1)
         assert exists(plane, keys)[:2] == (CallOutcome.DONE, [True] * 20)
         move(1)
@@ -233,16 +220,14 @@ def test_a_slot_that_is_moving_is_read_at_both_ends(
     stored, source, target = first_on(cluster, 1, 6), *cluster.nodes[1:]
     keys = [chunk.key for chunk in stored]
     with running(cluster.url, seal_keys=seal_keys) as plane:
-        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+        check_stores(plane, *stored)
         slots = slots_on(cluster, 1, stored)
         for number, slot in enumerate(slots):
             cluster.begin_move(slot, source, target)
             if number % 3:
                 moved = cluster.move_keys(slot, source, target, 99 if number % 3 == 1 else 10)
                 assert moved == (stored[0].stripe_count if number % 3 == 1 else 10)
-        loaded = same(stored)
-        assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
-        assert [chunk.content for chunk in loaded] == [chunk.content for chunk in stored]
+        check_loads(plane, *stored)
         assert refresh(plane, *stored)[:2] == (CallOutcome.DONE, [True] * 6)
         assert exists(plane, keys)[:2] == (CallOutcome.DONE, [True] * 6)
         assert scan(plane, keys) == (CallOutcome.DONE, 6)
@@ -256,7 +241,7 @@ def test_a_slot_that_is_moving_is_read_at_both_ends(
         assert found.outcome is CallOutcome.DONE
         assert False in found.present, "absent at both ends"
         assert None not in found.present
-        assert ReadOutcome.MISSING in read(plane, *loaded)
+        assert ReadOutcome.MISSING in read(plane, *(chunk.empty() for chunk in stored))
 
 
 def test_what_is_moving_is_not_written_and_is_when_it_has_moved(cluster: Cluster) -> None:
@@ -266,11 +251,10 @@ def test_what_is_moving_is_not_written_and_is_when_it_has_moved(cluster: Cluster
     with running(cluster.url) as plane:
         cluster.begin_move(slot_of(last), source, target)
         assert write(plane, chunk) == [WriteOutcome.UNAVAILABLE]
-        assert read(plane, *same([chunk])) == [ReadOutcome.MISSING], "no stripe 0"
+        assert read(plane, chunk.empty()) == [ReadOutcome.MISSING], "no stripe 0"
         assert remove(plane, chunk, stripe_count=chunk.stripe_count)[0] is CallOutcome.UNAVAILABLE
         cluster.end_move(slot_of(last), source, target)
-        assert write(plane, chunk) == [WriteOutcome.STORED]
-        assert read(plane, *same([chunk])) == [ReadOutcome.LOADED]
+        check_moves(plane, chunk)
 
 
 def fail_over(master: RedisServer, replica: RedisServer) -> None:
@@ -290,18 +274,16 @@ def fail_over(master: RedisServer, replica: RedisServer) -> None:
     wait_until(lambda: b"myself,slave" in master.command("CLUSTER", "NODES"))
 
 
-def test_an_idle_plane_hits_after_planned_failovers(cluster: Cluster) -> None:
-    """The first prompt too: the map does not name the servers that it is redirected to."""
+def test_an_idle_plane_hits_after_planned_failovers(tmp_path: Path) -> None:
+    """The first prompt too: the map does not name the server that it is redirected to."""
     stored = chunks(64)
-    masters = cluster.nodes[:3]
-    replicas = [cluster.add_replica(master) for master in masters]
-    with running(cluster.url) as plane:
-        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
-        for replica, master in zip(replicas, masters, strict=True):
+    with running_cluster(tmp_path) as cluster:
+        master = cluster.nodes[1]
+        replica = cluster.add_replica(master)
+        with running(cluster.url) as plane:
+            check_stores(plane, *stored)
             fail_over(master, replica)
-        loaded = same(stored)
-        assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
-        assert [chunk.content for chunk in loaded] == [chunk.content for chunk in stored]
+            check_loads(plane, *stored)
 
 
 def test_resharding_under_load_tears_and_rewrites_nothing(cluster: Cluster) -> None:
@@ -318,7 +300,7 @@ def test_resharding_under_load_tears_and_rewrites_nothing(cluster: Cluster) -> N
                 for turn in itertools.count():
                     if over.is_set():
                         return
-                    loaded = same(stored)
+                    loaded = [chunk.empty() for chunk in stored]
                     outcomes = read(plane, *loaded)
                     loads.update(outcomes)
                     for chunk, outcome, content in zip(loaded, outcomes, contents, strict=True):
@@ -332,18 +314,16 @@ def test_resharding_under_load_tears_and_rewrites_nothing(cluster: Cluster) -> N
                     written.update(write(plane, *lacking) if lacking else ())
                     own = Chunk(10_000 + 1000 * number + turn, BIG, SLOT, seed=turn)
                     if write(plane, own) == [WriteOutcome.STORED]:
-                        back = Chunk(own.number, BIG, SLOT)
-                        if (
-                            read(plane, back) == [ReadOutcome.LOADED]
-                            and back.content != own.content
-                        ):
+                        back = own.empty()
+                        is_loaded = read(plane, back) == [ReadOutcome.LOADED]
+                        if is_loaded and back.content != own.content:
                             failures.append("wrong bytes of its own")
         except BaseException as error:
             failures.append(repr(error))
             raise
 
     with running(cluster.url) as plane:
-        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+        check_stores(plane, *stored)
         workers = [threading.Thread(target=work, args=(number,)) for number in range(3)]
         for worker in workers:
             worker.start()
@@ -358,6 +338,4 @@ def test_resharding_under_load_tears_and_rewrites_nothing(cluster: Cluster) -> N
         assert not written, "nothing was absent"
         assert set(loads) <= {ReadOutcome.LOADED, ReadOutcome.UNAVAILABLE}
         assert loads[ReadOutcome.LOADED] > 10 * loads[ReadOutcome.UNAVAILABLE]
-        loaded = same(stored)
-        assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
-        assert [chunk.content for chunk in loaded] == contents
+        check_loads(plane, *stored)

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from lmcache_redis.resp import RedisPlane
-from lmcache_redis.tiers import CallOutcome, ReadOutcome, RemoveResult, WriteOutcome
-from tests.acl import PASSWORD
-from tests.resp.helpers import Chunk, read, remove, running, write
+from lmcache_redis.tiers import CallOutcome, ReadOutcome, RemoveResult
+from tests.resp.helpers import Chunk, check_stores, read, remove, running, running_as
 from tests.resp.test_node import cluster_url, shard
 from tests.resp.trickling import Answer
 from tests.servers import RedisServer
@@ -24,17 +23,14 @@ DONE, UNAVAILABLE = CallOutcome.DONE, CallOutcome.UNAVAILABLE
 @pytest.fixture
 def limited(server: RedisServer) -> Iterator[RedisPlane]:
     """Of a user who may not ask for headers."""
-    rights = ("+@all", "-getrange", "~*")
-    server.command("ACL", "SETUSER", "limited", "reset", "on", f">{PASSWORD}", *rights)
-    with running(f"redis://limited:{PASSWORD}@127.0.0.1:{server.port}") as plane:
+    with running_as(server, "+@all", "-getrange") as plane:
         yield plane
-    server.command("ACL", "DELUSER", "limited")
 
 
 def stored(plane: RedisPlane) -> int:
     """Stores the chunk; a time before that in milliseconds."""
     before_ms = time.time_ns() // 1_000_000 - 1
-    assert write(plane, CHUNK) == [WriteOutcome.STORED]
+    check_stores(plane, CHUNK)
     return before_ms
 
 
@@ -122,14 +118,11 @@ def test_who_may_not_see_how_old_it_is_removes_it(limited: RedisPlane, server: R
 def test_a_refusal_is_a_failure(
     server: RedisServer, stripe_count: int, newest_unix_ms: int | None
 ) -> None:
-    rights = ("+@all", "-unlink", "-getrange", "~*")
-    server.command("ACL", "SETUSER", "limited", "reset", "on", f">{PASSWORD}", *rights)
-    with running(f"redis://limited:{PASSWORD}@127.0.0.1:{server.port}") as plane:
+    with running_as(server, "+@all", "-unlink", "-getrange") as plane:
         stored(plane)
         found = remove(plane, CHUNK, stripe_count=stripe_count, newest_unix_ms=newest_unix_ms)
         assert (found.outcome, found.removed) == (UNAVAILABLE, 0)
         assert left(server) == [*range(10)]
-    server.command("ACL", "DELUSER", "limited")
 
 
 @pytest.mark.parametrize("stripe_count", [0, 10])

@@ -9,18 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
-from tests.resp.helpers import (
-    CONNECTIONS,
-    Chunk,
-    open_all,
-    open_streams,
-    plane_threads,
-    read,
-    running,
-    wait_until,
-    write,
-)
-from tests.resp.proxy import Proxy
+from tests.resp.helpers import Chunk, read, running, wait_until, write
 from tests.servers import RedisServer
 
 SLOT = (1 << 20) - 4096
@@ -48,21 +37,6 @@ def test_no_payload_is_copied(server: RedisServer) -> None:
     assert moved >= 1 << 28
     assert peak - before < SLOT // 2, f"{peak - before} bytes allocated while moving {moved}"
     assert [chunk.content for chunk in chunks] == wanted
-
-
-def test_nothing_piles_up_while_a_server_comes_and_goes(own_server: RedisServer) -> None:
-    chunk = Chunk(1, 50_000, 4096, seed=1)
-    with Proxy(own_server.port) as proxy, running(proxy.url) as plane:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
-        open_all(plane)
-        threads = sorted(plane_threads())
-        for _ in range(5):
-            proxy.cut_all()
-            wait_until(lambda: read(plane, chunk) == [ReadOutcome.LOADED])
-        wait_until(lambda: open_streams(plane) <= CONNECTIONS)
-        assert sorted(plane_threads()) == threads
-        assert not plane._jobs.transfers
-        wait_until(lambda: not plane._jobs._jobs)
 
 
 @pytest.mark.servers

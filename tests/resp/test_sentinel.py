@@ -4,13 +4,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
-from tests.resp.helpers import Chunk, chunk_key, first_key, read, running, scan, wait_until, write
+from tests.resp.helpers import (
+    Chunk,
+    check_loads,
+    check_moves,
+    check_stores,
+    chunk_key,
+    read,
+    running,
+    scan,
+    wait_until,
+    write,
+)
 from tests.topologies import Watched, info, running_sentinel
 
 pytestmark = pytest.mark.servers
@@ -18,69 +28,41 @@ pytestmark = pytest.mark.servers
 SLOT = 4096
 
 
-@pytest.fixture
-def watched(tmp_path: Path) -> Iterator[Watched]:
-    with running_sentinel(tmp_path) as watched:
-        yield watched
-
-
 def test_a_failover_is_followed_and_the_stale_master_left(watched: Watched) -> None:
     old, new = watched.servers
-    chunk, loaded = Chunk(1, 50_000, SLOT, seed=1), Chunk(1, 50_000, SLOT)
+    chunk = Chunk(1, 50_000, SLOT, seed=1)
     with running(watched.url) as plane:
         assert plane.state.up
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        check_stores(plane, chunk)
         assert old.command("DBSIZE") == chunk.stripe_count
         wait_until(lambda: new.command("DBSIZE") == chunk.stripe_count)
         watched.fail_over()
         wait_until(lambda: info(new, "replication").get("role") == "master")
-        wait_until(lambda: read(plane, loaded) == [ReadOutcome.LOADED])
-        assert loaded.content == chunk.content
+        wait_until(lambda: read(plane, chunk.empty()) == [ReadOutcome.LOADED])
+        check_loads(plane, chunk)
         wait_until(lambda: write(plane, chunk) == [WriteOutcome.STORED])
         # The old one is a replica now, which refuses writes: nothing is sent there any more.
         wait_until(lambda: info(old, "replication").get("role") == "slave")
         wait_until(lambda: old.command("CLIENT", "LIST").count(b"lmcache-redis:") == 0)
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        check_stores(plane, chunk)
         assert scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 1)
+        watched.stop_sentinel()  # known servers stay in use while nobody can be asked
+        check_moves(plane, Chunk(2, 5000, SLOT, seed=2))
 
 
 def test_a_master_that_dies_is_replaced(watched: Watched) -> None:
     old, new = watched.servers
-    chunk, loaded = Chunk(1, 50_000, SLOT, seed=1), Chunk(1, 50_000, SLOT)
+    chunk = Chunk(1, 50_000, SLOT, seed=1)
     # Sooner than Sentinel: the plane would see nothing but a new master otherwise.
     with running(watched.url, heartbeat_s=0.2) as plane:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        check_stores(plane, chunk)
         wait_until(lambda: new.command("DBSIZE") == chunk.stripe_count)
         old.kill()
         wait_until(lambda: not plane.state.up)
-        assert read(plane, loaded) == [ReadOutcome.UNAVAILABLE]
+        assert read(plane, chunk.empty()) == [ReadOutcome.UNAVAILABLE]
         wait_until(lambda: plane.state.up)
-        assert read(plane, loaded) == [ReadOutcome.LOADED]
-        assert loaded.content == chunk.content
-        assert write(plane, chunk) == [WriteOutcome.STORED]
-
-
-def test_a_sentinel_that_names_a_replica_costs_writes_alone(watched: Watched) -> None:
-    old, new = watched.servers
-    with running(watched.url) as plane:
-        assert write(plane, Chunk(1, 5000, SLOT)) == [WriteOutcome.STORED]
-        watched.stop_sentinel()
-        # Known servers stay in use while nobody can be asked.
-        assert write(plane, Chunk(2, 5000, SLOT)) == [WriteOutcome.STORED]
-        wait_until(lambda: new.command("EXISTS", first_key(2)) == 1)
-        new.command("REPLICAOF", "NO", "ONE")
-        old.command("REPLICAOF", "127.0.0.1", new.port)
-        outcome = write(plane, Chunk(3, 5000, SLOT))
-        assert outcome in ([WriteOutcome.REJECTED], [WriteOutcome.UNAVAILABLE])
-        watched.start_sentinel(of_master=False)  # knows only what it is told: the old one
-        wait_until(lambda: write(plane, Chunk(3, 5000, SLOT)) == [WriteOutcome.REJECTED])
-        # It takes over what the new one has, which takes a moment.
-        wait_until(lambda: read(plane, Chunk(1, 5000, SLOT)) == [ReadOutcome.LOADED])
-        assert plane.state.up
-        watched.sentinel("SENTINEL", "REMOVE", "mymaster")
-        watched.sentinel("SENTINEL", "MONITOR", "mymaster", "127.0.0.1", new.port, 1)
-        wait_until(lambda: write(plane, Chunk(4, 5000, SLOT)) == [WriteOutcome.STORED])
-        assert new.command("EXISTS", first_key(4)) == 1
+        check_loads(plane, chunk)
+        check_stores(plane, chunk)
 
 
 def test_no_such_master(watched: Watched) -> None:
@@ -101,11 +83,11 @@ def test_passwords_of_master_and_sentinel_are_apart(tmp_path: Path) -> None:
     with running_sentinel(tmp_path, password="of the master") as watched:
         url = watched.url.replace("of the master", "of%20the%20master")
         with running(url) as plane:
-            assert write(plane, Chunk(1, 5000, SLOT)) == [WriteOutcome.STORED]
+            check_stores(plane, Chunk(1, 5000, SLOT))
         watched.sentinel("ACL", "SETUSER", "default", "resetpass", ">of the sentinel")
         with running(url) as plane:
             assert not plane.state.up
             assert "wants a password" in plane.state.reason
             assert "of the" not in repr(plane.options) + plane.state.reason + plane.deployment.url
         with running(url + "?sentinel_password=of+the+sentinel") as plane:
-            assert write(plane, Chunk(1, 5000, SLOT)) == [WriteOutcome.STORED]
+            check_stores(plane, Chunk(1, 5000, SLOT))

@@ -15,6 +15,9 @@ from tests.resp.helpers import (
     PATIENCE_S,
     Answers,
     Chunk,
+    check_loads,
+    check_moves,
+    check_stores,
     chunk_key,
     first_key,
     read,
@@ -23,8 +26,7 @@ from tests.resp.helpers import (
     wait_until,
     write,
 )
-from tests.resp.proxy import Cut, Proxy
-from tests.resp.scissors import Scissors
+from tests.resp.proxy import Cut, Forge, Proxy
 from tests.servers import RedisServer
 
 BOTH_WAYS = pytest.mark.usefixtures("both_ways")
@@ -51,20 +53,18 @@ def stopped(server: RedisServer) -> Iterator[None]:
 
 @BOTH_WAYS
 def test_many_small_chunks_come_and_go_together(plane: RedisPlane) -> None:
-    stored, loaded = some(filled=True), some()
-    assert set(write(plane, *stored)) == {WriteOutcome.STORED}
-    assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
-    assert [chunk.content for chunk in loaded] == [chunk.content for chunk in stored]
+    check_moves(plane, *some(filled=True))
     stats = plane.stats()
     assert not plane._jobs.transfers
     assert stats.reads[ReadOutcome.LOADED] == stats.writes[WriteOutcome.STORED] == COUNT
     assert stats.bytes_in == stats.bytes_out == COUNT * SIZE
+    assert (stats.errors, stats.connections_lost) == (0, 0)
 
 
 @BOTH_WAYS
 def test_each_is_judged_for_itself(plane: RedisPlane, server: RedisServer) -> None:
     stored = some(12, filled=True)
-    assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+    check_stores(plane, *stored)
     with server.client() as client:
         client.delete(first_key(1))
         value = bytearray(client.get(first_key(3)))
@@ -97,7 +97,7 @@ def test_each_is_judged_for_itself(plane: RedisPlane, server: RedisServer) -> No
 def test_all_are_late_together_and_slots_are_left_alone(own_server: RedisServer, late: str) -> None:
     with running(own_server.url, op_timeout_s=30.0) as plane:
         stored = some(40, filled=True)
-        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+        check_stores(plane, *stored)
         answers = Answers()
         chunks = some(40)
         with stopped(own_server):
@@ -111,7 +111,7 @@ def test_all_are_late_together_and_slots_are_left_alone(own_server: RedisServer,
         # What comes now is for nobody.
         check = some(3, filled=True, first=200)
         wait_until(lambda: set(write(plane, *check)) == {WriteOutcome.STORED})
-        assert set(read(plane, *check)) == {ReadOutcome.LOADED}
+        check_loads(plane, *check)
         assert [chunk.content for chunk in chunks] == contents
         assert len(answers) == 40
         if late == "write":
@@ -128,7 +128,7 @@ def test_all_are_late_together_and_slots_are_left_alone(own_server: RedisServer,
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_one_is_cancelled_and_the_others_come(own_server: RedisServer, kind: str) -> None:
     with running(own_server.url, op_timeout_s=30.0) as plane:
-        assert set(write(plane, *some(40, filled=True))) == {WriteOutcome.STORED}
+        check_stores(plane, *some(40, filled=True))
         chunks = some(40, filled=kind == "write")
         ios = [chunk.io() for chunk in chunks]
         answers = Answers()
@@ -138,6 +138,8 @@ def test_one_is_cancelled_and_the_others_come(own_server: RedisServer, kind: str
             # The last one waits in the queue, the first one perhaps for its reply.
             plane.cancel(ios[-1])
             plane.cancel(ios[0])
+            with pytest.raises(RuntimeError, match="already"):
+                submit(ios[5:6], answers)
             assert answers.of(ios[-1:])[0].name == "CANCELLED"
             content = chunks[0].content
         names = [outcome.name for outcome in answers.of(ios)]
@@ -149,11 +151,10 @@ def test_one_is_cancelled_and_the_others_come(own_server: RedisServer, kind: str
 
 
 @BOTH_WAYS
-def test_a_lost_connection_costs_what_was_under_way(server: RedisServer) -> None:
-    with Proxy(server.port) as proxy, running(proxy.url, connections=2) as plane:
+def test_a_lost_connection_costs_what_was_under_way(proxy: Proxy) -> None:
+    with running(proxy.url, connections=2) as plane:
         stored, loaded = some(32, filled=True), some(32)
-        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
-        assert set(read(plane, *some(32))) == {ReadOutcome.LOADED}
+        check_moves(plane, *stored)
         proxy.for_gets.extend([None] * 9 + [Cut(1000)])
         outcomes = read(plane, *loaded)
         assert outcomes.count(ReadOutcome.LOADED) == 31
@@ -162,10 +163,10 @@ def test_a_lost_connection_costs_what_was_under_way(server: RedisServer) -> None
 
 
 @pytest.mark.parametrize("reply", [b"-NOPERM not this one\r\n", b":1\r\n"])
-def test_a_refused_store_is_one_chunk(own_server: RedisServer, reply: bytes) -> None:
-    with Scissors(own_server.port) as scissors, running(scissors.url) as plane:
-        assert set(write(plane, *some(4, filled=True))) == {WriteOutcome.STORED}
-        scissors.replace("set", reply)
+def test_a_refused_store_is_one_chunk(proxy: Proxy, reply: bytes) -> None:
+    with running(proxy.url) as plane:
+        check_stores(plane, *some(4, filled=True))
+        proxy.spoil("set", Forge(reply))
         outcomes = write(plane, *some(40, filled=True, first=10))
         assert outcomes.count(WriteOutcome.STORED) >= 30
         assert set(outcomes) > {WriteOutcome.STORED}

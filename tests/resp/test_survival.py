@@ -15,15 +15,18 @@ from tests.resp.helpers import (
     CONNECTIONS,
     PATIENCE_S,
     Chunk,
+    check_loads,
+    check_stores,
     chunk_key,
     our_connections,
+    plane_threads,
     read,
     running,
     scan,
     wait_until,
     write,
 )
-from tests.resp.scissors import Scissors
+from tests.resp.proxy import Cut, Forge, Proxy
 from tests.servers import RedisServer
 
 BOTH_WAYS = pytest.mark.usefixtures("both_ways")
@@ -63,14 +66,14 @@ def settled(plane: RedisPlane, number: int) -> None:
 
 @BOTH_WAYS
 @pytest.mark.parametrize("role", ROLES)
-def test_a_reply_cut_after_every_byte(server: RedisServer, role: str) -> None:
+def test_a_reply_cut_after_every_byte(server: RedisServer, proxy: Proxy, role: str) -> None:
     settings = {"connections": 1, "probe_interval_s": 0.01}
-    with Scissors(server.port) as scissors, running(scissors.url, **settings) as plane:
+    with running(proxy.url, **settings) as plane:
         settled(plane, 1)
         for after_bytes in range(ROLES[role]):
-            scissors.cut(role, after_bytes)
+            proxy.spoil(role, Cut(after_bytes))
             check_all(plane, 2)
-            wait_until(lambda: not scissors.armed, "nothing was cut")
+            wait_until(lambda: not proxy.is_to_spoil, "nothing was cut")
         settled(plane, 1)
         # Bytes that never came are no reason to delete what is there.
         assert server.command("EXISTS", *Chunk(1, SIZE, SLOT).stripe_keys()) == 2
@@ -82,35 +85,27 @@ GARBAGE = [b"HTTP/1.1 502 Bad Gateway\r\n\r\n", b"\0" * 3000, b"+OK\r\n+OK\r\n+O
 
 @BOTH_WAYS
 @pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("reply", GARBAGE, ids=range(len(GARBAGE)))
-def test_garbage_on_any_connection(server: RedisServer, role: str, reply: bytes) -> None:
+def test_garbage_on_any_connection(server: RedisServer, proxy: Proxy, role: str) -> None:
+    """It costs what was asked there, and nothing else."""
     settings = {"connections": 1, "probe_interval_s": 0.01, "op_timeout_s": 0.3}
-    with Scissors(server.port) as scissors, running(scissors.url, **settings) as plane:
+    chunk = Chunk(1, SIZE, SLOT, seed=1)
+    with running(proxy.url, **settings) as plane:
+        for reply in GARBAGE:
+            settled(plane, 1)
+            proxy.spoil(role, Forge(reply))
+            loaded = chunk.empty()
+            outcomes = {
+                "set": write(plane, Chunk(2, SIZE, SLOT, seed=2))[0].name,
+                "control": scan(plane, [chunk_key(1)]).outcome.name,
+                "get": read(plane, loaded)[0].name,
+            }
+            assert not proxy.is_to_spoil
+            good = {"set": "STORED", "control": "DONE", "get": "LOADED"}
+            assert outcomes.pop(role) in ("UNAVAILABLE", "TIMED_OUT")
+            assert outcomes.items() <= good.items()
+            assert role == "get" or loaded.content == chunk.content
         settled(plane, 1)
-        scissors.replace(role, reply)
-        chunk = Chunk(2, SIZE, SLOT, seed=2)
-        (stored,) = write(plane, chunk)
-        found = scan(plane, [chunk_key(1)])
-        loaded = Chunk(1, SIZE, SLOT)
-        (outcome,) = read(plane, loaded)
-        assert not scissors.armed
-        if role == "get":
-            assert outcome is ReadOutcome.UNAVAILABLE
-        else:
-            assert outcome is ReadOutcome.LOADED
-            assert loaded.content == Chunk(1, SIZE, SLOT, seed=1).content
-        if role == "control":
-            assert found.outcome in (CallOutcome.UNAVAILABLE, CallOutcome.TIMED_OUT)
-        else:
-            assert found == (CallOutcome.DONE, 1)
-        if stored is WriteOutcome.STORED:
-            again = Chunk(2, SIZE, SLOT)
-            assert read(plane, again) == [ReadOutcome.LOADED]
-            assert again.content == chunk.content
-        else:
-            assert role == "set"
-        settled(plane, 1)
-        assert server.command("EXISTS", *Chunk(1, SIZE, SLOT).stripe_keys()) == 2
+        assert server.command("EXISTS", *chunk.stripe_keys()) == 2
 
 
 def test_a_server_that_loads_its_data(own_server: RedisServer) -> None:
@@ -157,21 +152,21 @@ def cut(server: RedisServer) -> Callable[[], object]:
 def test_everything_works_again_after_its_return(
     own_server: RedisServer, fault: Callable[[RedisServer], Callable[[], object]]
 ) -> None:
-    """Every connection is back, one of each."""
+    """Every connection is back, one of each, and every thread is still there."""
     chunks = [Chunk(n, 4 << 20, (256 << 10) - 4096, seed=n) for n in range(2)]
     wanted = [chunk.content for chunk in chunks]
 
     def move(plane: RedisPlane) -> list[str]:
-        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        check_stores(plane, *chunks)
         assert scan(plane, [chunk_key(0), chunk_key(1)]) == (CallOutcome.DONE, 2)
-        assert set(read(plane, *chunks)) == {ReadOutcome.LOADED}
+        check_loads(plane, *chunks)
         return our_connections(own_server)
 
     # A machine that is busy may be slow; a fault is noticed by other means than the time-out.
     patient = {"op_timeout_s": PATIENCE_S, "connect_timeout_s": PATIENCE_S, "heartbeat_s": 0.2}
     with running(own_server.url, **patient) as plane:
         wait_until(lambda: len(move(plane)) == CONNECTIONS)
-        connections = our_connections(own_server)
+        connections, threads = our_connections(own_server), sorted(plane_threads())
         bring_back = fault(own_server)
         outcomes = read(plane, Chunk(0, 100, 64), Chunk(1, 100, 64), within_s=0.3)
         assert ReadOutcome.LOADED not in outcomes
@@ -179,5 +174,6 @@ def test_everything_works_again_after_its_return(
         wait_until(lambda: plane.state.up)
         # Connections that died idle are replaced by their first use.
         wait_until(lambda: move(plane) == connections, "not all are back")
+        assert sorted(plane_threads()) == threads
         assert [chunk.content for chunk in chunks] == wanted
     wait_until(lambda: not our_connections(own_server), "a connection outlived the plane")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,20 +17,14 @@ from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.net.connection import Connector
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.seal import SealKeys
-from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.resp.certificates import Authority
-from tests.resp.helpers import Chunk, open_streams, read, running, write
+from tests.resp.helpers import Chunk, check_moves, open_streams, running
 from tests.servers import RedisServer, free_port, server_binaries, speaks_tls
 
 pytestmark = pytest.mark.servers
 
 SECRET = "k3y-s3cr3t"
 BINARIES = server_binaries()
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +65,7 @@ def refused(url: str, connect_timeout_s: float = 5.0) -> str:
 def check_works(url: str, **settings: Any) -> None:
     with running(url, **settings) as plane:
         assert plane.state.up, plane.state
-        chunk = Chunk(1, 100_000, 30_000, seed=1)
-        assert write(plane, chunk) == [WriteOutcome.STORED]
-        loaded = Chunk(1, 100_000, 30_000)
-        assert read(plane, loaded) == [ReadOutcome.LOADED]
-        assert loaded.content == chunk.content
+        check_moves(plane, Chunk(1, 3_000_000, 1 << 20, seed=1), Chunk(2, 5000, 4096, seed=2))
 
 
 @pytest.mark.parametrize("kind", BINARIES)
@@ -124,6 +115,29 @@ def test_the_name_of_the_host_is_checked(tmp_path: Path, authority: Authority) -
     with tls_server(tmp_path, authority.issue("c", "another.example")) as url:
         assert "ssl_check_hostname" in refused(url + ca)
         check_works(f"{url}{ca}&ssl_check_hostname=false")
+        assert refused(f"{url}?ssl_ca_certs={tmp_path}/redis.log"), "that is no certificate"
+
+
+def test_an_absolute_name_is_in_the_certificate_without_its_dot(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look-up gets the dot: it saves those of a search list."""
+    asked: list[str] = []
+    look_up = socket.getaddrinfo
+
+    def played(host: str, *args: Any, **named: Any) -> Any:
+        asked.append(host)
+        return look_up("localhost" if host == "localhost." else host, *args, **named)
+
+    with tls_server(tmp_path, authority.issue("dot", "localhost")) as url:
+        monkeypatch.setattr(socket, "getaddrinfo", played)
+        absolute = f"{url.replace('localhost', 'localhost.')}?ssl_ca_certs={authority.ca}"
+        check_works(absolute)
+        assert set(asked) == {"localhost."}
+        asked.clear()
+        with open_server(RedisOptions(absolute)) as server:
+            assert server.nodes[0].ask("DBSIZE") > 0
+        assert set(asked) == {"localhost."}
 
 
 def test_a_server_that_nobody_vouches_for(

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.resp import RedisOptions, health
 from lmcache_redis.resp.codecs import Found
 from lmcache_redis.resp.failures import Failures
@@ -20,9 +19,18 @@ from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.resp.transfers import Read, Sets, Write
 from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, WriteOutcome
-from tests.resp.helpers import Chunk, open_streams, read, running, wait_until, write
+from tests.resp.helpers import (
+    Answers,
+    Chunk,
+    check_stores,
+    open_streams,
+    read,
+    running,
+    wait_until,
+    write,
+)
 from tests.resp.proxy import Proxy
-from tests.resp.trickling import Answer, LyingServer
+from tests.resp.trickling import LyingServer
 from tests.servers import RedisServer
 
 GOOD: Found = b"a" * 16
@@ -125,22 +133,13 @@ def test_a_chunk_that_has_failed_gets_no_stripe_0() -> None:
     assert job.outcome is WriteOutcome.TIMED_OUT
 
 
-class Harness:
-    """A writer without its thread."""
-
-    def __init__(self) -> None:
-        options = RedisOptions("redis://127.0.0.1:1")
-        self.jobs = Jobs()
-        nodes = DataNodes(parse_deployment(options), options, self.jobs)
-        self.node = DataNode(nodes.deployment.server, nodes, 1)
-        self.stores = Sets(self.node)
-        self.writer = BulkWorker("set-0", self.node, TaskQueue(), 4, self.stores)
-
-
 def test_no_connection_is_added_while_a_chunk_is_half_stored() -> None:
     """Whatever the number of chunks."""
-    harness = Harness()
-    writer, stores = harness.writer, harness.stores
+    options = RedisOptions("redis://127.0.0.1:1")
+    nodes = DataNodes(parse_deployment(options), options, Jobs())
+    node = DataNode(nodes.deployment.server, nodes, 1)
+    stores = Sets(node)
+    writer = BulkWorker("set-0", node, TaskQueue(), 4, stores)
     half = [new_write(2, number) for number in range(100)]
     tasks = [((job, 1), b"") for job in half]
     assert stores.may_widen
@@ -157,28 +156,6 @@ def test_no_connection_is_added_while_a_chunk_is_half_stored() -> None:
 
 
 # ------------------------------------------------------------- lying servers
-
-
-@pytest.mark.usefixtures("both_ways")
-def test_a_late_value_leaves_the_slot_alone() -> None:
-    late = [b"$%d\r\n%b\r\n" % (HEADER_BYTES + 4096, b"x" * (HEADER_BYTES + 4096))]
-
-    def answer(words: list[bytes]) -> Answer:
-        if words[0] != b"GET":
-            return None
-        if late:
-            value = late.pop()
-            time.sleep(0.3)
-            return value
-        return b"$-1\r\n"
-
-    chunk, other = Chunk(1, 4096, 4096), Chunk(2, 4096, 4096)
-    with LyingServer(answer) as server, running(server.url, connections=1) as plane:
-        wait_until(lambda: open_streams(plane) == 3)
-        assert read(plane, chunk, within_s=0.1) == [ReadOutcome.TIMED_OUT]
-        assert read(plane, other) == [ReadOutcome.MISSING]
-        assert chunk.content == bytes(4096)
-        assert plane.stats().connections_lost == 1
 
 
 @pytest.mark.parametrize("reply", [b"-LOADING wait\r\n", b"+NO\r\n", b":1\r\n"])
@@ -199,14 +176,10 @@ def test_nothing_is_sent_after_a_connection_was_lost(own_server: RedisServer) ->
     """Until every reply in flight has arrived: the server may have been restarted."""
     chunk = Chunk(1, 200 * 4096, 4096, seed=1)
     with Proxy(own_server.port) as proxy, running(proxy.url, connections=4) as plane:
-        assert write(plane, Chunk(2, 40 * 4096, 4096, seed=2)) == [WriteOutcome.STORED]
+        check_stores(plane, Chunk(2, 40 * 4096, 4096, seed=2))
         proxy.hold_after = proxy.acknowledged + 20
-        answers: list[WriteOutcome] = []
-
-        def done(io: ChunkIO, outcome: WriteOutcome) -> None:
-            answers.append(outcome)
-
-        plane.store_all((chunk.io(),), done)
+        answers = Answers()
+        plane.store_all((chunk.io(),), answers)
         wait_until(lambda: not proxy.acknowledge.is_set())
         # Until each connection has a stripe in flight.
         time.sleep(0.3)
@@ -216,15 +189,17 @@ def test_nothing_is_sent_after_a_connection_was_lost(own_server: RedisServer) ->
         time.sleep(0.1)
         assert len(proxy.stripes_set) <= sent + 1
         proxy.acknowledge.set()
-        wait_until(lambda: answers)
-        assert answers == [WriteOutcome.UNAVAILABLE]
+        assert answers.wait(1) == [WriteOutcome.UNAVAILABLE]
 
 
 @pytest.mark.usefixtures("both_ways")
-def test_reads_go_on_while_the_server_takes_no_writes(own_server: RedisServer) -> None:
+def test_reads_go_on_while_the_server_takes_no_writes(
+    own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "WRITE_PAUSE_S", 0.05)
     chunk = Chunk(1, 40_000, 4096, seed=1)
     with running(own_server.url, connections=1) as plane:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        check_stores(plane, chunk)
         assert read(plane, chunk) == [ReadOutcome.LOADED]
         wait_until(lambda: open_streams(plane) == 3)
         connects = plane.stats().connects
@@ -232,7 +207,7 @@ def test_reads_go_on_while_the_server_takes_no_writes(own_server: RedisServer) -
         for number in range(10):
             assert write(plane, Chunk(2 + number, 40_000, 4096)) == [WriteOutcome.REJECTED]
             assert read(plane, chunk) == [ReadOutcome.LOADED]
-            time.sleep(0.1)
+            time.sleep(0.02)
         assert plane.state.up
         assert "NOREPLICAS" in plane.state.reason
         assert (plane.stats().connects, plane.stats().connections_lost) == (connects, 0)
@@ -244,7 +219,7 @@ def test_a_load_that_restarts_the_ttl_goes_on_too(own_server: RedisServer) -> No
     """A GETEX is a write."""
     chunk = Chunk(1, 40_000, 4096, seed=1)
     with running(own_server.url, ttl_s=1000, ttl_refresh=True) as plane:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        check_stores(plane, chunk)
         own_server.config_set("min-replicas-to-write", "1")
         for _ in range(5):
             loaded = Chunk(1, 40_000, 4096)

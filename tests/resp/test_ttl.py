@@ -7,8 +7,8 @@ import pytest
 
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions
-from lmcache_redis.tiers import ReadOutcome, WriteOutcome
-from tests.resp.helpers import Answers, Chunk, read, running, write
+from lmcache_redis.tiers import ReadOutcome
+from tests.resp.helpers import Answers, Chunk, check_loads, check_stores, read, running
 from tests.servers import RedisServer
 
 SLOT = 4096
@@ -29,33 +29,29 @@ def expire_all(server: RedisServer, chunk: Chunk, seconds: int) -> None:
 def test_without_a_ttl_chunks_stay(server: RedisServer) -> None:
     chunk = Chunk(1, 20_000, SLOT, seed=1)
     with running(server.url) as plane:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        check_stores(plane, chunk)
         assert left_s(server, chunk) == {-1}
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "unix"])
-def test_every_stripe_of_a_store_expires(server: RedisServer, scheme: str) -> None:
-    chunk, loaded = Chunk(1, 20_000, SLOT, seed=1), Chunk(1, 20_000, SLOT)
-    url = server.url if scheme == "tcp" else server.unix_url
-    with running(url, ttl_s=5000) as plane:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+def test_every_stripe_of_a_store_expires(server: RedisServer) -> None:
+    chunk = Chunk(1, 20_000, SLOT, seed=1)
+    with running(server.url, ttl_s=5000) as plane:
+        check_stores(plane, chunk)
         assert left_s(server, chunk) <= set(range(4900, 5001))
         expire_all(server, chunk, 100)
-        assert read(plane, loaded) == [ReadOutcome.LOADED]
-        assert loaded.content == chunk.content
+        check_loads(plane, chunk)
         assert left_s(server, chunk) <= set(range(1, 101))  # not refreshed
         expire_all(server, chunk, 0)
-        assert read(plane, loaded) == [ReadOutcome.MISSING]
+        assert read(plane, chunk.empty()) == [ReadOutcome.MISSING]
 
 
 def test_a_load_begins_the_time_anew(server: RedisServer) -> None:
-    chunk, loaded = Chunk(1, 20_000, SLOT, seed=1), Chunk(1, 20_000, SLOT)
+    chunk = Chunk(1, 20_000, SLOT, seed=1)
     with running(server.url, ttl_s=5000, ttl_refresh=True) as plane:
-        assert read(plane, loaded) == [ReadOutcome.MISSING]
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        assert read(plane, chunk.empty()) == [ReadOutcome.MISSING]
+        check_stores(plane, chunk)
         expire_all(server, chunk, 100)
-        assert read(plane, loaded) == [ReadOutcome.LOADED]
-        assert loaded.content == chunk.content
+        check_loads(plane, chunk)
         assert left_s(server, chunk) <= set(range(4900, 5001))
 
 
@@ -63,7 +59,7 @@ def test_what_nobody_asked_for_expires_as_before(server: RedisServer) -> None:
     """A load that fills a host pool is no use of the chunk."""
     chunk, loaded = Chunk(1, 20_000, SLOT, seed=1), Chunk(1, 20_000, SLOT)
     with running(server.url, ttl_s=5000, ttl_refresh=True) as plane:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        check_stores(plane, chunk)
         expire_all(server, chunk, 100)
         answers, transfer = Answers(), loaded.io()
         transfer.is_asked_for = False
@@ -84,7 +80,7 @@ def test_impossible_times() -> None:
 def test_checksums_can_be_left_out_to_measure_them(server: RedisServer) -> None:
     chunk, loaded = Chunk(1, 3000, SLOT, seed=1), Chunk(1, 3000, SLOT)
     with running(server.url) as plane, running(server.url, verify_checksums=False) as careless:
-        assert write(plane, chunk) == [WriteOutcome.STORED]
+        check_stores(plane, chunk)
         server.command("SETRANGE", chunk.stripe_keys()[0], 700, b"damaged")
         assert read(careless, loaded) == [ReadOutcome.LOADED]
         assert read(plane, loaded) == [ReadOutcome.CORRUPT]

@@ -10,12 +10,26 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import hiredis
 
 from tests.resp.loopback import Loopback, shut_down
 
 # Then a server that trickles goes away, so that who waits for it anyway fails, and is told so.
 _LONGEST_S = 5.0
 _PLAIN = {b"PING": b"+PONG\r\n", b"EXISTS": b":0\r\n"}
+
+
+def packed(value: Any) -> bytes:
+    """As a server sends it."""
+    if isinstance(value, int):
+        return b":%d\r\n" % value
+    if value is None:
+        return b"$-1\r\n"
+    if isinstance(value, bytes):
+        return b"$%d\r\n%b\r\n" % (len(value), value)
+    return b"*%d\r\n" % len(value) + b"".join(map(packed, value))
 
 
 @dataclass(frozen=True)
@@ -41,7 +55,7 @@ class LyingServer(Loopback):
     """Listens on loopback, or on a unix socket at `path`. A context manager.
 
     answer: what to say to a command, given its words; None: what a good server would say.
-    sent_bytes counts what went out. `reads_slowly`: takes so many bytes every 50 ms, no more.
+    reads_slowly: takes so many bytes every 50 ms, no more.
     """
 
     def __init__(
@@ -65,7 +79,6 @@ class LyingServer(Loopback):
         self._tls = tls
         self._trickle_tls = trickle_tls
         self.reads_slowly = 0
-        self.sent_bytes = 0
         self.commands: list[list[bytes]] = []
 
     def _serve(self, client: socket.socket) -> None:
@@ -84,25 +97,10 @@ class LyingServer(Loopback):
             shut_down(sock)
 
     def _commands(self, sock: socket.socket) -> Iterator[list[bytes]]:
-        data = b""
+        reader = hiredis.Reader()
         while True:
-            while b"\r\n" not in data:
-                data += self._receive(sock)
-            line, _, data = data.partition(b"\r\n")
-            words = []
-            for _ in range(int(line[1:])):
-                while b"\r\n" not in data:
-                    data += self._receive(sock)
-                line, _, data = data.partition(b"\r\n")
-                length = int(line[1:])
-                parts = [data]
-                missing = length + 2 - len(data)
-                while missing > 0:
-                    parts.append(self._receive(sock))
-                    missing -= len(parts[-1])
-                data = b"".join(parts)
-                words.append(data[:length])
-                data = data[length + 2 :]
+            while (words := reader.gets()) is False:
+                reader.feed(self._receive(sock))
             yield words
 
     def _receive(self, sock: socket.socket) -> bytes:
@@ -124,7 +122,6 @@ class LyingServer(Loopback):
             sock.sendall(answer.start)
             while not self._over.is_set():
                 sock.sendall(answer.again)
-                self.sent_bytes += len(answer.again)
 
     def _trickle(self, sock: socket.socket, data: bytes, pause_s: float) -> None:
         until = time.monotonic() + _LONGEST_S
