@@ -113,7 +113,7 @@ def test_the_demo_shows_what_it_promises(
         pytest.skip("needs SmolLM2, which scripts/setup fetches")
     proofs: list[str] = []
     has_curl = shutil.which("curl") is not None
-    start(first, ForkedServer, proofs=proofs if has_curl else None)
+    start(first, first, proofs=proofs if has_curl else None)
     output_dir, has_prometheus = tmp_path / "out", find("prometheus") is not None
     status = run.run_demo(output_dir, 2, 640, 16, metrics=has_prometheus)
     said = capsys.readouterr()
