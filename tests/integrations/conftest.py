@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.asynchronous import OVERLAPPED
 from tests.engines import ForkedEngine
 from tests.harness import AgentServer
 from tests.servers import RedisServer
@@ -66,10 +67,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedEngine]:
-    """An engine without a connector: what the answers of ``model_dir`` have to be."""
-    log_path, env = tmp_path_factory.mktemp("plain") / "engine.log", {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    with ForkedEngine(model_dir, log_path=log_path, options=OPTIONS, env=env) as engine:
+    """What the answers of ``model_dir`` have to be: no connector, and no steps that overlap."""
+    log_path = tmp_path_factory.mktemp("plain") / "engine.log"
+    with ForkedEngine(model_dir, log_path=log_path, options=OPTIONS, asynchronous=False) as engine:
         yield engine
+    assert OVERLAPPED not in log_path.read_text()
 
 
 @pytest.fixture

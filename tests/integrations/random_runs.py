@@ -90,6 +90,19 @@ def tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(50) for _ in range(count)]
 
 
+def played(
+    config_dir: Path, model: str, seed: int, *, num_blocks: int = 300, **options: Any
+) -> tuple[PlayedEngine, random.Random]:
+    """An engine of one of `MODELS`, and what its random numbers come from."""
+    rng, specs = random.Random(seed), MODELS[model]
+    return (
+        PlayedEngine(
+            config_dir, specs, chunk_tokens=CHUNK, num_blocks=num_blocks, rng=rng, **options
+        ),
+        rng,
+    )
+
+
 def use(
     engine: PlayedEngine,
     rng: random.Random,
@@ -119,12 +132,6 @@ def use(
         if rng.random() < 0.3:
             engine.reset(running=rng.random() < resets_of_running)
     engine.run()
-
-
-def blocks_of(specs: list[Any], in_flight: int, few: bool) -> int:
-    if not few:
-        return 300
-    return FEW_BLOCKS[len(specs)] + in_flight * _BLOCKS_IN_FLIGHT * (len(specs) - 1)
 
 
 @dataclass(frozen=True)
@@ -157,14 +164,13 @@ class Case:
 
     def run(self, config_dir: Path, rounds: int = _ROUNDS) -> dict[str, int]:
         """What happened; raises what went wrong."""
-        rng = random.Random(self.seed)
-        specs = MODELS[self.model]
-        engine = PlayedEngine(
+        groups = len(MODELS[self.model])
+        few = FEW_BLOCKS[groups] + self.in_flight * _BLOCKS_IN_FLIGHT * (groups - 1)
+        engine, rng = played(
             config_dir,
-            specs,
-            chunk_tokens=CHUNK,
-            num_blocks=blocks_of(specs, self.in_flight, self.few),
-            rng=rng,
+            self.model,
+            self.seed,
+            num_blocks=few if self.few else 300,
             fail=self.fail,
             in_flight=self.in_flight,
             drafts=self.drafts,

@@ -334,11 +334,10 @@ def soak_family(
     """
     rng = random.Random(seed)
     model = make_soak_model(family, directory / family)
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     few = MODELS[family].options
     rich = {name: few[name] for name in few if name != "num_gpu_blocks_override"}
     patch = {PATCH_VARIABLE: str(Path(__file__).with_name("closeness.py"))}
-    plain = ForkedEngine(model, log_path=directory / "plain.log", options=rich, env=env | patch)
+    plain = ForkedEngine(model, log_path=directory / "plain.log", options=rich, env=patch)
 
     def gap(prompt: list[int], token: int) -> float:
         plain._send({"do": "gap", "prompt": prompt, "token": token})
@@ -361,7 +360,7 @@ def soak_family(
                 kv_transfer=transfer_config(agent.endpoint, load_always=False),
                 log_path=directory / "engine.log",
                 options=few,
-                env=env | {PATCH_VARIABLE: str(Path(__file__).with_name("many_canaries.py"))},
+                env={PATCH_VARIABLE: str(Path(__file__).with_name("many_canaries.py"))},
             ) as engine,
         ):  # fmt: skip
             wait_until(

@@ -66,7 +66,7 @@ def start(
         kv_transfer=transfer_config(agent.endpoint),
         log_path=log,
         options=options,
-        env={"VLLM_CPU_KVCACHE_SPACE": "1", PATCH_VARIABLE: str(patch), **env},
+        env={PATCH_VARIABLE: str(patch), **env},
     )
     wait_until(lambda: any(e["ready"] for e in agent.status()["engines"]), what="an engine")
     return engine

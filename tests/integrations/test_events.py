@@ -88,7 +88,7 @@ def names_of(request: Any, chunk_tokens: int = CHUNK) -> list[bytes]:
 
 
 def vllms_own(request: Any, group: LayerGroup, first: int, last: int) -> BlockStored:
-    """What vLLM publishes for blocks ``first`` to ``last``, as if they were in the host's memory."""
+    """What vLLM publishes for blocks ``first`` to ``last``, if they were in our host pool."""
     pool = BlockPool(64, enable_caching=True, hash_block_size=HASH, enable_kv_cache_events=True)
     blocks = pool.get_new_blocks(last)
     pool.cache_full_blocks(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM whose ranks have agents of their own, as on two nodes, and engines that share an id.
+"""A real vLLM whose ranks have agents of their own, as on two nodes, and cores that share an id.
 
 One machine plays both nodes: a patch gives rank 1's worker another endpoint. The agents share
 nothing but Redis.
@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.engines import PATCH_VARIABLE, PROGRAM_VARIABLE, ForkedEngine, empty, transfer_config
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import OPTIONS, Prompts
-from tests.integrations.test_vllm import start as start_engine
 from tests.servers import RedisServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -60,11 +58,7 @@ def start(model_dir: Path, agents: list[AgentServer], log: Path) -> ForkedEngine
         kv_transfer=transfer_config(agents[0].endpoint, agent_dead_after_s=20.0),
         log_path=log,
         options={**OPTIONS, "tensor_parallel_size": 2},
-        env={
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-            PATCH_VARIABLE: str(patch),
-        },
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1", PATCH_VARIABLE: str(patch)},
     )
     try:
         wait_registered(agents)
@@ -141,43 +135,17 @@ def test_each_rank_loads_at_the_agent_of_its_node(
     assert "cache of this engine is now off" not in (tmp_path / "warm.log").read_text()
 
 
-def sharing(agent: AgentServer) -> dict[str, Any]:
-    """A connector's configuration with an explicit id."""
-    return {**transfer_config(agent.endpoint), "engine_id": "shared"}
-
-
-def test_engines_that_share_an_explicit_id_both_keep_hitting(
-    model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
-) -> None:
-    question, transfer = prompts.tokens(2 * CHUNK + 1), sharing(agent)
-    with (
-        start_engine(model_dir, agent, tmp_path / "one.log", kv_transfer=transfer) as one,
-        start_engine(model_dir, agent, tmp_path / "two.log", kv_transfer=transfer) as two,
-    ):
-        wait_until(
-            lambda: [e["ready"] for e in agent.status()["engines"]] == [True, True], "two engines"
-        )
-        expected = one.generate([question], 4).outputs
-        for _ in range(2):
-            for engine in (one, two):
-                empty(engine)
-                answer = engine.generate([question], 4)
-                assert answer.outputs == expected
-                assert answer.details["cached_tokens"] == [2 * CHUNK]
-        assert registered(agent) == [0, 0]
-        assert agent.counter("registrations") == 2
-
-
 def test_data_parallel_cores_with_one_agent_both_hit(
     model_dir: Path, agent: AgentServer, tmp_path: Path
 ) -> None:
+    # With an explicit id, which they share.
+    transfer = {**transfer_config(agent.endpoint), "engine_id": "shared"}
     with ForkedEngine(
         model_dir,
-        kv_transfer=sharing(agent),
+        kv_transfer=transfer,
         log_path=tmp_path / "engine.log",
         options={**OPTIONS, "data_parallel_size": 2},
         env={
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "0|1",
             PROGRAM_VARIABLE: "tests.integrations.data_parallel",
         },

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis.chunks.names import parse_stripe_key
+from tests.asynchronous import OVERLAPPED, SAID
 from tests.engines import ForkedEngine, empty, transfer_config
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import OPTIONS, Prompts
@@ -53,7 +54,7 @@ def start(
         kv_transfer=kv_transfer,
         log_path=log,
         options={**OPTIONS, **options},
-        env={"VLLM_CPU_KVCACHE_SPACE": "1", **(env or {})},
+        env=env,
     )
     if agent is not None and agent.running:
         try:
@@ -144,6 +145,10 @@ def test_a_new_engine_answers_from_redis_what_another_computed(
         # Chunks completed while decoding are stored too: the second turn of another engine hits.
         assert engine.generate([one], 2 * CHUNK + 1).outputs[0] == decoded
         agent.wait_idle()
+    # As on a GPU. In the engine that has given the expected answers they do not overlap.
+    log = (tmp_path / "cold.log").read_text()
+    assert f"{SAID}2" in log
+    assert OVERLAPPED in log
 
     assert agent.terminate() == 0
     agent.start()  # an empty host pool: everything comes from Redis
