@@ -211,10 +211,11 @@ class Scripted(ConnectorScheduler):
         self.begin(request, local=local)
         return self.run(new=(request.request_id, blocks, local, tokens or request.tokens - local))
 
-    def computed_before(self, blocks: Sequence[int], tokens: int) -> None:
+    def computed_before(self, blocks: Sequence[int], tokens: int, lora: Any = None) -> None:
         """Another request has computed these tokens, and vLLM has its blocks in its own cache."""
         request: Any = wishing("before", load=False, store=False)
         request.grow(tokens)
+        request.lora_request = lora
         self.prefill(request, blocks)
         count = tokens // BLOCK
         filled = [self.pool.blocks[each] for each in blocks[:count]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -352,53 +352,50 @@ def groups() -> Any:
     return SimpleNamespace(kv_cache_groups=[group], num_blocks=64, kv_cache_tensors=[])
 
 
-@pytest.fixture(params=[None, False, True])
-def connector(
-    request: pytest.FixtureRequest, tmp_path: Path, groups: Any
-) -> Iterator[LMCacheRedisConnector]:
-    settings = config(tmp_path)
-    if request.param is not None:
-        settings.kv_events_config = SimpleNamespace(enable_kv_cache_events=request.param)
+def connector(directory: Path, groups: Any, publishes: bool | None) -> LMCacheRedisConnector:
+    """publishes: None: this vLLM has no events."""
+    settings = config(directory)
+    if publishes is not None:
+        settings.kv_events_config = SimpleNamespace(enable_kv_cache_events=publishes)
     made = LMCacheRedisConnector(settings, KVConnectorRole.SCHEDULER, groups)
     bind(made, manager_of(64))
-    made.on = request.param is True  # type: ignore[attr-defined]
-    yield made
+    return made
+
+
+@pytest.mark.parametrize("publishes", [None, False, True])
+def test_events_are_made_only_if_vllm_publishes_them(
+    tmp_path: Path, groups: Any, publishes: bool | None
+) -> None:
+    made = connector(tmp_path, groups, publishes)
+    assert (made._announcer is not None) is (publishes is True)
+    assert not made.take_events()
+    assert not made.has_pending_push_work()
+    made.turn_off()
+    assert not made.take_events()
     made.shutdown()
 
 
-def test_events_are_made_only_if_vllm_publishes_them(connector: LMCacheRedisConnector) -> None:
-    assert (connector._announcer is not None) is connector.on  # type: ignore[attr-defined]
-    assert not connector.take_events()
-    assert not connector.has_pending_push_work()
-    connector.turn_off()
-    assert not connector.take_events()
-
-
 def test_a_reset_of_vllms_cache_tells_everything_again(tmp_path: Path, groups: Any) -> None:
-    manager = manager_of(64)
-    connector = LMCacheRedisConnector(config(tmp_path), KVConnectorRole.SCHEDULER, groups)
-    bind(connector, manager)
-    names, watch, connector._announcer = followed(request_of(CHUNK))
+    made = connector(tmp_path, groups, None)
+    names, watch, made._announcer = followed(request_of(CHUNK))
     watch.tell("host", True, *names)
-    (stored,) = connector.take_events()
-    assert manager.block_pool.reset_prefix_cache()
-    assert connector.has_pending_push_work()
-    removed, again = connector.take_events()
+    (stored,) = made.take_events()
+    assert made._references is not None
+    assert made._references.pool.reset_prefix_cache()
+    assert made.has_pending_push_work()
+    removed, again = made.take_events()
     assert isinstance(removed, BlockRemoved)
     assert again == stored
-    assert not connector.has_pending_push_work()
-    connector.shutdown()
+    assert not made.has_pending_push_work()
+    made.shutdown()
 
 
 def test_a_vllm_without_what_events_need_still_caches(
     tmp_path: Path, groups: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, events.__name__, None)
-    settings = config(tmp_path)
-    settings.kv_events_config = SimpleNamespace(enable_kv_cache_events=True)
-    made = LMCacheRedisConnector(settings, KVConnectorRole.SCHEDULER, groups)
     with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):
-        bind(made, manager_of(64))
+        made = connector(tmp_path, groups, publishes=True)
     assert made._scheduler is not None
     assert made.take_events() == ()
     errors = [each for each in caplog.records if each.levelno == logging.ERROR]

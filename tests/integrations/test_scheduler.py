@@ -17,12 +17,10 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from lmcache_redis.cache.pacing import Computing, TransferRate, WorthLoading
-from lmcache_redis.chunks.names import Reach
 from lmcache_redis.client.scheduler import Ranks
 from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.integrations.vllm import planning
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
-from lmcache_redis.integrations.vllm.support import LayerGroup
 from lmcache_redis.integrations.vllm.worker import StepMetadata, WorkerReport
 from tests.integrations.scripted import BLOCK, BLOCKS, CHUNK, FakeRequest, Scripted, wishing
 
@@ -211,30 +209,6 @@ def test_vllm_steps_on_for_reports_but_not_for_a_frozen_agent(
     assert len(references._held) == 1
 
 
-def test_null_blocks_are_neither_stored_nor_loaded() -> None:
-    """As a sliding window leaves them: the block table changes behind the request's back."""
-    table = [0] * 6 + list(range(7, 18))
-    window = LayerGroup(0, (), BLOCK, Reach("window", 10 * BLOCK + 1))
-    scheduler = Scripted(groups=[window], block_ids=lambda request_id: (table,))
-    blocks = scheduler.pool.blocks
-    request = FakeRequest()
-    scheduler.adapter.tokens = 4 * CHUNK
-    assert scheduler.begin(request, table) == 4 * CHUNK
-    ((_, _, (op,), *_),) = scheduler.run().loads
-    # The first chunk is not loaded at all, of the second chunk the last two blocks.
-    assert list(op.block_ids) == table[4:16]
-    assert list(op.hashes) == request.block_hashes[7:16:4]
-    assert op.skip_blocks == 2
-    assert [block.ref_cnt for block in blocks[:17]] == [0] * 7 + [1] * 10
-
-    other = FakeRequest("s")
-    other.block_hashes[:] = [b"other" + h for h in other.block_hashes]
-    scheduler.adapter.tokens = 0
-    # The second chunk has lost its first two blocks.
-    assert list(only_store(scheduler.prefill(other)).block_ids) == table[8:16]
-    assert blocks[0].ref_cnt == 0
-
-
 def test_a_failed_load_is_not_tried_again(scheduler: Scripted) -> None:
     request = FakeRequest("r")
     scheduler.adapter.tokens = 4 * CHUNK
@@ -347,37 +321,29 @@ def asked_behind(
     return found, metadata
 
 
-def test_old_kv_in_vllms_cache_is_not_stored(scheduler: Scripted) -> None:
-    """Nor what is computed behind it; and nothing is loaded behind it."""
-    old = BLOCKS
-    scheduler.computed_before(old, 4 * CHUNK)
-    scheduler.adapter.tokens = 4 * CHUNK
-    assert asked_behind(scheduler, "r", CHUNK, [*old[:4], *range(40, 53)])[0] == 3 * CHUNK
-    scheduler.name_weights("step-1")
-    found, metadata = asked_behind(scheduler, "s", CHUNK, [*old[:4], *range(60, 73)])
-    assert (found, metadata.stores) == (0, [])
-    found, metadata = asked_behind(scheduler, "t", 4 * CHUNK, [*old[:4], *range(60, 73)])
-    assert (found, metadata.stores) == (0, [])  # what "s" has computed behind it is not known
-    found, metadata = asked_behind(scheduler, "u", 0, list(range(80, 97)))
-    assert found == 4 * CHUNK
-    assert len(only_store(metadata).hashes) == 4
-
-
-def test_kv_of_an_adapter_that_was_replaced_is_not_stored(
+def test_old_kv_in_vllms_cache_is_neither_stored_nor_continued(
     scheduler: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's hashes have an adapter's name and path, and so its old blocks are hits."""
+    """vLLM's hashes have an adapter's name and path, and nothing of weights: old blocks are hits.
+
+    Nor is stored what is computed behind them; and nothing is loaded there.
+    """
     digests = {"v1": b"A" * 16, "v2": b"B" * 16}
     monkeypatch.setattr(AdapterDigests, "digest", lambda self, lora: digests[lora])
-    for name, local, blocks, adapter, chunks in (
-        ("r", 0, BLOCKS, "v1", [4]),
-        ("s", 4 * CHUNK, BLOCKS, "v2", []),
-        ("t", CHUNK, [*BLOCKS[:4], *range(44, 57)], "v2", []),
-        ("u", 4 * CHUNK, BLOCKS, "v1", [4]),  # the old one is still there
-        ("v", 0, list(range(60, 77)), "v2", [4]),
+    part = [*BLOCKS[:4], *range(44, 57)]
+    scheduler.computed_before(BLOCKS, 4 * CHUNK, lora="v1")
+    scheduler.adapter.tokens = 4 * CHUNK
+    for name, local, blocks, adapter, loaded, stored in (
+        ("s", 4, BLOCKS, "v2", 0, []),
+        ("t", 1, part, "v2", 0, []),
+        ("u", 4, part, "v2", 0, []),  # what "t" has computed behind it is not known
+        ("v", 4, BLOCKS, "v1", 0, [4]),  # the old one is still there
+        ("w", 1, part, "v1", 3, [4]),
+        ("x", 0, list(range(60, 77)), "v2", 4, [4]),
     ):
-        _, stored = asked_behind(scheduler, name, local, blocks, adapter)
-        assert [len(each.ops[0].hashes) for each in stored.stores] == chunks, name
+        found, metadata = asked_behind(scheduler, name, local * CHUNK, blocks, adapter)
+        assert found == loaded * CHUNK, name
+        assert [len(each.ops[0].hashes) for each in metadata.stores] == stored, name
 
 
 def test_a_block_that_is_given_away_is_not_known(scheduler: Scripted) -> None:

@@ -319,23 +319,3 @@ def test_whatever_fails_the_answers_stay_right(
         wait_until(lambda: agent.status()["sessions"] == 0, what="ended sessions")
         assert agent.status()["pool"]["pinned_slots"] == 0
     assert "Traceback" not in agent.log
-
-
-@pytest.mark.long
-def test_preempted_requests_and_a_small_block_pool(
-    plain: ForkedEngine, model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
-) -> None:
-    """Blocks are reused all the time: what is cached must still be what was computed."""
-    questions = [prompts.tokens(2 * CHUNK + 40) for _ in range(4)]
-    expected = plain.generate(questions, 200).outputs
-    few = {"num_gpu_blocks_override": 18, "block_size": 128}
-    with start(model_dir, agent, tmp_path / "few.log", **few) as engine:
-        for _ in range(2):
-            assert engine.generate(questions, 200).outputs == expected
-        agent.wait_idle()
-        agent.restart()
-        wait_for_a_hit(engine, prompts.tokens(CHUNK + 1))
-        for question, answer in zip(questions, expected, strict=True):
-            warm = engine.generate([question], 16)
-            assert warm.outputs == [answer[:16]]
-            assert warm.details["cached_tokens"] == [2 * CHUNK]
