@@ -9,9 +9,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
-from tests.engines import PATCH_VARIABLE, ForkedEngine, transfer_config
+from tests.engines import PATCH_VARIABLE, transfer_config
 from tests.harness import AgentServer
-from tests.integrations.conftest import OPTIONS, Prompts
+from tests.integrations.conftest import Prompts
+from tests.integrations.test_vllm import start
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -24,13 +25,9 @@ def test_resets_succeed_while_a_step_is_in_flight(
     patch, log_path = Path(__file__).with_name("resets.py"), tmp_path / "engine.log"
     # A setting that does not exist: the cache stays off.
     wrong = {} if is_on else {"unknown": 1}
-    with ForkedEngine(
-        model_dir,
-        kv_transfer=transfer_config(agent.endpoint, **wrong),
-        log_path=log_path,
-        options=OPTIONS,
-        env={PATCH_VARIABLE: str(patch), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-    ) as engine:
+    transfer = transfer_config(agent.endpoint, **wrong)
+    env = {PATCH_VARIABLE: str(patch), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with start(model_dir, None, log_path, kv_transfer=transfer, env=env) as engine:
         engine._send({"do": "resets", "prompts": [prompts.tokens(n) for n in (300, 520, 600)]})
         found = engine.finish().details
     log = log_path.read_text()

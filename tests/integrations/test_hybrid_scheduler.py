@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from vllm.v1.engine.core import EngineCore
 
+from tests.integrations.played import PlayedEngine
 from tests.integrations.random_runs import (
     CHUNK,
     FEW_BLOCKS,
@@ -58,6 +59,13 @@ def test_a_hit_that_vllm_refuses_is_computed(config_dir: Path, seed: int) -> Non
     """vLLM counts blocks for requests whose load has failed, and refuses loads beside them."""
     engine, rng = played(config_dir, "full attention", seed, num_blocks=FEW_BLOCKS[1], fail=0.2)
     use(engine, rng, 12, resets_of_running=0.0)
+
+
+def store(engine: PlayedEngine, prompt: list[int]) -> None:
+    """Nothing of the prompt stays in vLLM's own cache."""
+    engine.ask([*prompt, 1], 1)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -108,9 +116,7 @@ def test_local_blocks_are_not_loaded(config_dir: Path, model: str, local_tokens:
     """Hits of vLLM's own cache, also inside a chunk, and the cache continues after them."""
     engine, rng = played(config_dir, model, 2)
     prompt = tokens(rng, 6 * CHUNK)
-    engine.ask([*prompt, 1], 1)
-    engine.run()
-    assert engine.scheduler.reset_prefix_cache()
+    store(engine, prompt)
     engine.ask(prompt[: local_tokens + 1], 1)
     engine.run()
     engine.ask([*prompt, 1], 1)
@@ -123,9 +129,7 @@ def test_loaded_requests_do_not_wait_for_each_other(config_dir: Path) -> None:
     """vLLM reserves too few blocks for the windows of requests whose loads have ended."""
     engine, rng = played(config_dir, "two windows", 3, num_blocks=88)
     prompt = tokens(rng, 4 * CHUNK)
-    engine.ask([*prompt, 1], 1)
-    engine.run()
-    assert engine.scheduler.reset_prefix_cache()
+    store(engine, prompt)
     for _ in range(2):
         engine.ask(prompt + tokens(rng, 56), 1)
     engine.run()
@@ -140,9 +144,7 @@ def test_a_failed_load_lets_those_behind_it_resume(config_dir: Path) -> None:
     engine.ask([*first, 1], 1)
     engine.run()
     of_first = list(engine.agent.parts)
-    engine.ask([*second, 1], 1)
-    engine.run()
-    assert engine.scheduler.reset_prefix_cache()
+    store(engine, second)
     rng.seed(0)
     engine.ask(first + tokens(rng, 6), 1)
     engine.ask(second + tokens(rng, 6), 1)

@@ -22,8 +22,8 @@ from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.reports.stats import DECLARED, ConnectorStats, Recorder
 from lmcache_redis.integrations.vllm.requests import RequestLookup
 from lmcache_redis.integrations.vllm.worker import StepMetadata
-from tests.integrations.scripted import BLOCKS, CHUNK, FakeRequest, Scripted
 from tests.integrations.test_guard import REQUEST, Broken, connector
+from tests.integrations.test_guard import scheduler as scheduler
 from tests.scraping import samples_in, undocumented
 
 
@@ -99,30 +99,6 @@ def test_a_gauge_is_reported_when_it_changes() -> None:
         seen.append(None if stats is None else stats.data)
     zero, one = {"registered": {"0": 0.0}}, {"registered": {"0": 1.0}}
     assert seen == [zero, None, one, None, zero]
-
-
-def test_hits_are_counted_by_tier() -> None:
-    recorder, local = Recorder(), CHUNK // 2
-    scheduler = Scripted(recorder=recorder)
-    scheduler.computed_before(BLOCKS, local)
-    adapter = scheduler.adapter
-    adapter.tokens, adapter.tiers = 4 * CHUNK, ["host", "redis", "disk", "redis"]
-    assert scheduler.begin(FakeRequest(), BLOCKS, local) == 4 * CHUNK - local
-    expected = {"host": CHUNK - local, "redis": 2 * CHUNK, "disk": CHUNK}
-    assert scheduler.hit_tokens("r") == expected
-    assert scheduler.hit_tokens("another") == {}
-    stats = recorder.take()
-    assert stats is not None
-    assert stats.data["hit_tokens"] == expected
-    (seconds,) = stats.data["lookup_seconds"][""]
-    assert 0 <= seconds < 60
-
-
-@pytest.fixture
-def scheduler(tmp_path: Path) -> Iterator[LMCacheRedisConnector]:
-    made = connector(tmp_path, KVConnectorRole.SCHEDULER)
-    yield made
-    made.shutdown()
 
 
 def test_vllm_learns_the_sources_of_a_hit(scheduler: LMCacheRedisConnector) -> None:

@@ -76,6 +76,7 @@ def traced_request() -> Any:
 
 
 def test_lookups_and_loads_have_spans(spans: Recorder, exporter: InMemorySpanExporter) -> None:
+    """And their tokens are counted by tier."""
     scheduler, request = Scripted(recorder=spans), traced_request()
     adapter = scheduler.adapter
     adapter.tokens = None
@@ -85,6 +86,13 @@ def test_lookups_and_loads_have_spans(spans: Recorder, exporter: InMemorySpanExp
     assert scheduler.matched_tokens(request, 0) == 3 * CHUNK
     assert scheduler.matched_tokens(request, 0) == 3 * CHUNK
     scheduler.allocated(request, [[*range(1, 40)]], 3 * CHUNK)
+    by_tier = {"host": CHUNK, "redis": 2 * CHUNK}
+    assert scheduler.hit_tokens("r") == by_tier
+    assert scheduler.hit_tokens("another") == {}
+    stats = spans.take()
+    assert stats is not None
+    assert stats.data["hit_tokens"] == by_tier
+    assert len(stats.data["lookup_seconds"][""]) == 1
     (load_of_step,) = scheduler.build_metadata(scheduler.step()).loads
     assert load_of_step.trace_headers == HEADERS
     scheduler.reported(WorkerReport({}, failed={"r"}))
