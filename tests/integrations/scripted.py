@@ -94,7 +94,6 @@ class FakeRequest:
     kv_transfer_params: Any = None
     lora_request: Any = None
     over: bool = False
-    num_output_tokens: int = 0
     num_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
 

@@ -15,13 +15,14 @@ import pytest
 
 from tests.engines import PATCH_VARIABLE, PROGRAM_VARIABLE, ForkedEngine, empty, transfer_config
 from tests.harness import AgentServer, wait_until
-from tests.integrations.conftest import OPTIONS, Prompts
+from tests.integrations.conftest import Prompts
+from tests.integrations.test_vllm import CHUNK
+from tests.integrations.test_vllm import start as start_engine
 from tests.servers import RedisServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
-CHUNK = 256
 # What only a hang reaches: two ranks on a busy machine are slow.
 NO_HANG_S = 300.0
 
@@ -52,20 +53,15 @@ def registered(agent: AgentServer) -> list[int]:
 def start(model_dir: Path, agents: list[AgentServer], log: Path) -> ForkedEngine:
     patch = log.with_suffix(".py")
     patch.write_text(PATCH.format(endpoints=json.dumps([agent.endpoint for agent in agents])))
-    engine = ForkedEngine(
+    return start_engine(
         model_dir,
+        None,  # of its two agents
+        log,
         # Long, because an agent that is killed is noticed at once.
         kv_transfer=transfer_config(agents[0].endpoint, agent_dead_after_s=20.0),
-        log_path=log,
-        options={**OPTIONS, "tensor_parallel_size": 2},
         env={"VLLM_CPU_OMP_THREADS_BIND": "0|1", PATCH_VARIABLE: str(patch)},
+        tensor_parallel_size=2,
     )
-    try:
-        wait_registered(agents)
-    except AssertionError:
-        engine.close()
-        raise
-    return engine
 
 
 def wait_registered(agents: list[AgentServer]) -> None:
@@ -77,6 +73,7 @@ def test_each_rank_loads_at_the_agent_of_its_node(
 ) -> None:
     questions = [prompts.tokens(2 * CHUNK + 10) for _ in range(2)]
     with start(model_dir, agents, tmp_path / "cold.log") as engine:
+        wait_registered(agents)
         cold = engine.generate(questions, 2)
         assert cold.details["cached_tokens"] == [0, 0]
         for agent in agents:
@@ -87,6 +84,7 @@ def test_each_rank_loads_at_the_agent_of_its_node(
         agent.restart()
     local, other = agents
     with start(model_dir, agents, tmp_path / "warm.log") as engine:
+        wait_registered(agents)
 
         def begin(number: int) -> None:
             empty(engine)
@@ -140,15 +138,10 @@ def test_data_parallel_cores_with_one_agent_both_hit(
 ) -> None:
     # With an explicit id, which they share.
     transfer = {**transfer_config(agent.endpoint), "engine_id": "shared"}
-    with ForkedEngine(
-        model_dir,
-        kv_transfer=transfer,
-        log_path=tmp_path / "engine.log",
-        options={**OPTIONS, "data_parallel_size": 2},
-        env={
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-            PROGRAM_VARIABLE: "tests.integrations.data_parallel",
-        },
+    env = {PROGRAM_VARIABLE: "tests.integrations.data_parallel"}
+    env["VLLM_CPU_OMP_THREADS_BIND"], log = "0|1", tmp_path / "engine.log"
+    with start_engine(
+        model_dir, None, log, kv_transfer=transfer, env=env, data_parallel_size=2
     ) as program:
         program._send({"do": "ask"})
         answers = program.finish().details["answers"]
