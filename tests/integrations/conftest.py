@@ -25,6 +25,8 @@ VOCABULARY = 4000
 # Blocks of 32,768 tokens. To lay out a GiB of them and to share it takes as long as the rest of a
 # start.
 OPTIONS = {"dtype": "float32", "max_model_len": 2048, "num_gpu_blocks_override": 256}
+# Of an agent. A chunk of the models has several slots.
+SIZES = {"chunk_size_tokens": 256, "slot_bytes": (1 << 20) - 4096, "pool_bytes": 256 << 20}
 
 
 def make_model(directory: Path, seed: int) -> Path:
@@ -66,14 +68,8 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def agent(tmp_path: Path, redis_server: RedisServer) -> Iterator[AgentServer]:
-    server = AgentServer(
-        tmp_path / "agent",
-        redis_server.unix_url,
-        chunk_size_tokens=256,
-        slot_bytes=(1 << 20) - 4096,
-        pool_bytes=512 << 20,
-    )
-    with server:
+    sizes = SIZES | {"pool_bytes": 512 << 20}
+    with AgentServer(tmp_path / "agent", redis_server.unix_url, **sizes) as server:
         yield server
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.engines import PATCH_VARIABLE, PROGRAM_VARIABLE, ForkedEngine, empty, transfer_config
 from tests.harness import AgentServer, wait_until
-from tests.integrations.conftest import Prompts
+from tests.integrations.conftest import SIZES, Prompts
 from tests.integrations.test_vllm import CHUNK
 from tests.integrations.test_vllm import start as start_engine
 from tests.servers import RedisServer
@@ -41,8 +41,7 @@ setup.WorkerClient = WorkerOfItsNode
 def agents(
     agent: AgentServer, tmp_path: Path, redis_server: RedisServer
 ) -> Iterator[list[AgentServer]]:
-    sizes = {"chunk_size_tokens": 256, "slot_bytes": (1 << 20) - 4096, "pool_bytes": 256 << 20}
-    with AgentServer(tmp_path / "other", redis_server.unix_url, **sizes) as other:
+    with AgentServer(tmp_path / "other", redis_server.unix_url, **SIZES) as other:
         yield [agent, other]
 
 

@@ -42,9 +42,9 @@ def test_an_idle_engine_waits_for_a_tier_that_is_measured(scheduler: Scripted) -
     scheduler.adapter.answers_in_s = measured_s + 0.004  # and the question, over two sockets
     # Not None: vLLM would run an empty step before it asks again.
     assert scheduler.matched_tokens(FakeRequest(), 0) == 0
-    scheduler.run(new=("r", BLOCKS, 0, 4 * CHUNK))
+    assert not scheduler.run(new=("r", BLOCKS, 0, 4 * CHUNK)).idle
     assert scheduler.matched_tokens(FakeRequest("behind a model's step"), 0) is None
-    scheduler.run()
+    assert scheduler.run().idle
     assert scheduler.matched_tokens(FakeRequest("behind an empty step"), 0) == 0
 
 
@@ -67,23 +67,6 @@ def test_a_lookup_waits_for_all_workers_and_is_asked_once(scheduler: Scripted) -
         scheduler.adapter.tokens = answer
         assert scheduler.matched_tokens(request, 0) == answer
     assert scheduler.adapter.lookups == [("r", 0)]
-
-
-def test_only_what_is_not_computed_locally_is_loaded(scheduler: Scripted) -> None:
-    request = FakeRequest()
-    local = CHUNK + 2 * BLOCK  # ends inside the second chunk
-    scheduler.computed_before(list(range(100, 107)), local + 1)
-    scheduler.adapter.tokens = 4 * CHUNK
-    scheduler.adapter.lookups.clear()
-    assert scheduler.begin(request, list(range(100, 117)), local) == 4 * CHUNK - local
-    assert scheduler.adapter.lookups == [("r", 1)]
-    metadata = scheduler.run()
-    ((_, _, (op,), *_),) = metadata.loads
-    assert list(op.block_ids) == list(range(104, 116))
-    assert list(op.hashes) == request.block_hashes[7:16:4]
-    assert op.skip_blocks == 2
-    assert metadata.idle
-    assert scheduler.run().loads == []
 
 
 def test_lookups_loads_and_stores_say_whose_they_are(scheduler: Scripted) -> None:
