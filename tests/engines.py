@@ -166,7 +166,8 @@ class ForkedEngine(engine.EngineProcess):
         if connector_endpoint is not None:
             kv_transfer = transfer_config(connector_endpoint)
         # Engines of other tests run at the same time: none has a core of its own.
-        env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **(env or {})}
+        own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        env = own | dict(env or {})
         if asynchronous:
             env[ASYNCHRONOUS_VARIABLE] = "1"
         super().__init__(model_dir, kv_transfer=kv_transfer, env=env, **named)

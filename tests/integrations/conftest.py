@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.asynchronous import OVERLAPPED
 from tests.engines import ForkedEngine
 from tests.harness import AgentServer
+from tests.matrix.models import write_model
 from tests.servers import RedisServer
 
 try:
@@ -23,28 +25,13 @@ VOCABULARY = 4000
 # Blocks of 32,768 tokens. To lay out a GiB of them and to share it takes as long as the rest of a
 # start.
 OPTIONS = {"dtype": "float32", "max_model_len": 2048, "num_gpu_blocks_override": 256}
+# Of an agent. A chunk of the models has several slots.
+SIZES = {"chunk_size_tokens": 256, "slot_bytes": (1 << 20) - 4096, "pool_bytes": 256 << 20}
 
 
 def make_model(directory: Path, seed: int) -> Path:
     """A small Llama whose greedy tokens differ by prompt."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=4096,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        initializer_range=0.08,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory, safe_serialization=True)
-    return directory
+    return write_model("llama", directory, seed=seed, num_key_value_heads=4)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -66,10 +53,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedEngine]:
-    """An engine without a connector: what the answers of ``model_dir`` have to be."""
-    log_path, env = tmp_path_factory.mktemp("plain") / "engine.log", {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    with ForkedEngine(model_dir, log_path=log_path, options=OPTIONS, env=env) as engine:
+    """What the answers of ``model_dir`` have to be: no connector, and no steps that overlap."""
+    log_path = tmp_path_factory.mktemp("plain") / "engine.log"
+    with ForkedEngine(model_dir, log_path=log_path, options=OPTIONS, asynchronous=False) as engine:
         yield engine
+    assert OVERLAPPED not in log_path.read_text()
 
 
 @pytest.fixture
@@ -80,14 +68,8 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def agent(tmp_path: Path, redis_server: RedisServer) -> Iterator[AgentServer]:
-    server = AgentServer(
-        tmp_path / "agent",
-        redis_server.unix_url,
-        chunk_size_tokens=256,
-        slot_bytes=(1 << 20) - 4096,
-        pool_bytes=512 << 20,
-    )
-    with server:
+    sizes = SIZES | {"pool_bytes": 512 << 20}
+    with AgentServer(tmp_path / "agent", redis_server.unix_url, **sizes) as server:
         yield server
 
 

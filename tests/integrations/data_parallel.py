@@ -12,15 +12,18 @@ import asyncio
 import json
 import socket
 import time
+from itertools import count
 from typing import Any
 
 CHUNK = 256
 RANKS = (0, 1, 0, 1)
+_WITHIN_S = 60.0
 
 
 async def ask_all(
     model: str, kv_transfer: dict[str, Any], options: dict[str, Any]
 ) -> list[tuple[list[int], int]]:
+    """All but the first ask until they hit: a store, or a core that registers, may be late."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -28,19 +31,20 @@ async def ask_all(
     llm = AsyncLLM.from_engine_args(
         AsyncEngineArgs(model=model, kv_transfer_config=kv_transfer, **options)  # type: ignore[arg-type]
     )
-    prompt = [1 + n * 7919 % 4000 for n in range(2 * CHUNK + 1)]
+    prompt: Any = {"prompt_token_ids": [1 + n * 7919 % 4000 for n in range(2 * CHUNK + 1)]}
     sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
-    answers = []
+    answers, numbers = [], count()
+    until_s = time.monotonic() + _WITHIN_S
     try:
-        for number, rank in enumerate(RANKS):
-            asked: Any = {"prompt_token_ids": prompt}
-            outputs = llm.generate(asked, sampling, f"r{number}", data_parallel_rank=rank)
-            last = [output async for output in outputs][-1]
+        for rank in RANKS:
+            while True:
+                name = f"r{next(numbers)}"
+                outputs = llm.generate(prompt, sampling, name, data_parallel_rank=rank)
+                last = [output async for output in outputs][-1]
+                assert await llm.reset_prefix_cache()
+                if last.num_cached_tokens or not answers or time.monotonic() > until_s:
+                    break
             answers.append((list(last.outputs[0].token_ids), last.num_cached_tokens))
-            # vLLM refuses this while a store holds blocks.
-            deadline_s = time.monotonic() + 60.0
-            while not await llm.reset_prefix_cache() and time.monotonic() < deadline_s:
-                await asyncio.sleep(0.05)
     finally:
         llm.shutdown()
     return answers

@@ -39,7 +39,3 @@ class FaultyConnector(LMCacheRedisConnector):
         super().wait_for_save()
         if _fault() == "output":  # as if the logits were not numbers
             raise FloatingPointError
-
-    def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
-        if _fault() == "forward":  # as if the model had no memory left for the next layer
-            raise MemoryError(layer_name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,29 +23,27 @@ class Index:
     clears_all: ``AllBlocksCleared`` is about every place, not only about vLLM's own cache.
     """
 
-    def __init__(self, *, counts: bool, clears_all: bool) -> None:
+    def __init__(self, counts: bool, clears_all: bool) -> None:
         self._counts = counts
         self._clears_all = clears_all
         self._blocks: Counter[tuple[Place, Any]] = Counter()
 
     def take(self, event: Any) -> None:
-        if isinstance(event, BlockStored):
-            for each in _named(event):
-                self._blocks[each] = self._blocks[each] + 1 if self._counts else 1
-        elif isinstance(event, BlockRemoved):
-            for each in _named(event):
-                self._blocks[each] -= 1
+        if isinstance(event, BlockStored | BlockRemoved):
+            place = (event.medium, event.locality, event.group_idx)
+            for each in event.block_hashes:
+                before = self._blocks[place, each] if self._counts else 0
+                step = 1 if isinstance(event, BlockStored) else -1
+                self._blocks[place, each] = max(0, before + step)
         else:
-            kept = (
-                () if self._clears_all else [each for each in self._blocks if each[0][0] != "GPU"]
-            )
-            self._blocks = Counter({each: self._blocks[each] for each in kept})
-        self._blocks = +self._blocks
+            for place, each in [*self._blocks]:
+                if self._clears_all or place[0] == "GPU":
+                    del self._blocks[place, each]
 
     def there(self) -> dict[Place, set[Any]]:
         """The blocks in the connector's places."""
         found: dict[Place, set[Any]] = {}
-        for place, block in self._blocks:
+        for place, block in +self._blocks:
             if place[0] != "GPU":
                 found.setdefault(place, set()).add(block)
         return found
@@ -54,8 +53,7 @@ class Indexes:
     """One of each kind."""
 
     def __init__(self) -> None:
-        kinds = ((counts, clears) for counts in (False, True) for clears in (False, True))
-        self._all = [Index(counts=counts, clears_all=clears) for counts, clears in kinds]
+        self._all = [Index(*kind) for kind in product((False, True), repeat=2)]
 
     def take(self, events: Iterable[Any]) -> None:
         for event in events:
@@ -67,8 +65,3 @@ class Indexes:
         first, *others = [index.there() for index in self._all]
         assert all(other == first for other in others)
         return first
-
-
-def _named(event: BlockStored | BlockRemoved) -> list[tuple[Place, Any]]:
-    place = (event.medium, event.locality, event.group_idx)
-    return [(place, each) for each in event.block_hashes]

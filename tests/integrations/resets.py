@@ -23,7 +23,7 @@ def _resets(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     answers = _answers(llm, prompts)
     # All end at this token, so that vLLM cannot foresee the end: a step stays in flight.
     stops = [answer[_TOKENS // 2] for answer in answers]
-    found: dict[str, Any] = {"answers": answers, "again": []}
+    found: dict[str, Any] = {"answers": answers}
 
     def empty() -> Any:
         return llm.llm_engine.reset_prefix_cache()

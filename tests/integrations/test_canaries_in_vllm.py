@@ -12,9 +12,11 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from lmcache_redis.client.control import ControlClient
-from tests.engines import PATCH_VARIABLE, ForkedEngine, empty, transfer_config
+from tests.engines import PATCH_VARIABLE, ForkedEngine, empty
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import Prompts
+from tests.integrations.test_vllm import CHUNK
+from tests.integrations.test_vllm import start as start_engine
 from tests.matrix.models import write_adapter, write_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -27,19 +29,12 @@ OPTIONS = {
     "max_loras": 1,
     "max_lora_rank": 8,
 }
-CHUNK = 256
 ONE_NAME = Path(__file__).with_name("one_name.py")
 
 
 def other_weights(model: Path, directory: Path) -> Path:
     """The same architecture and name with other weights."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    config = LlamaConfig.from_pretrained(model)
-    LlamaForCausalLM(config).save_pretrained(directory / model.name)
-    return directory / model.name
+    return write_model("llama", directory / model.name, seed=1)
 
 
 def replace_adapter(adapter: Path) -> None:
@@ -61,15 +56,7 @@ def start(
     **env: str,
 ) -> ForkedEngine:
     """An engine with the faults of ``patch``: other KV has the same names."""
-    engine = ForkedEngine(
-        model,
-        kv_transfer=transfer_config(agent.endpoint),
-        log_path=log,
-        options=options,
-        env={"VLLM_CPU_KVCACHE_SPACE": "1", PATCH_VARIABLE: str(patch), **env},
-    )
-    wait_until(lambda: any(e["ready"] for e in agent.status()["engines"]), what="an engine")
-    return engine
+    return start_engine(model, agent, log, env={PATCH_VARIABLE: str(patch), **env}, **options)
 
 
 def ask(

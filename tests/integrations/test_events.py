@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,22 +28,11 @@ from vllm.v1.request import Request
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
-from lmcache_redis.integrations.vllm.epoch import Epochs
-from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.reports import events
 from lmcache_redis.integrations.vllm.reports.events import Announcer
 from lmcache_redis.integrations.vllm.support import LayerGroup
+from tests.integrations.scripted import BLOCK, BLOCKS, CHUNK, FakeRequest, Scripted
 from tests.integrations.test_guard import Broken, bind, config, manager_of
-from tests.integrations.test_scheduler import (
-    BLOCK,
-    CHUNK,
-    FakeRequest,
-    ScriptedAdapter,
-    computed_before,
-    make_scheduler,
-    run,
-    step,
-)
 
 HASH = 16
 FULL = LayerGroup(0, (), HASH, FULL_REACH)
@@ -99,7 +88,7 @@ def names_of(request: Any, chunk_tokens: int = CHUNK) -> list[bytes]:
 
 
 def vllms_own(request: Any, group: LayerGroup, first: int, last: int) -> BlockStored:
-    """What vLLM publishes when it caches blocks ``first`` to ``last`` of the request."""
+    """What vLLM publishes for blocks ``first`` to ``last``, if they were in our host pool."""
     pool = BlockPool(64, enable_caching=True, hash_block_size=HASH, enable_kv_cache_events=True)
     blocks = pool.get_new_blocks(last)
     pool.cache_full_blocks(
@@ -111,15 +100,20 @@ def vllms_own(request: Any, group: LayerGroup, first: int, last: int) -> BlockSt
         kv_cache_group_id=group.number,
     )
     (event,) = pool.take_events()
+    event.medium, event.locality = "CPU", "LOCAL"
+    if hasattr(event, "session_id"):
+        event.session_id = None
     return event
 
 
-def followed(chunks: int) -> tuple[list[bytes], ScriptedWatch, Announcer]:
-    """The names of a prompt's chunks, which are followed."""
-    request = request_of(chunks * CHUNK)
-    names, watch = names_of(request), ScriptedWatch()
-    made = announcer(watch, FULL)
-    made.named(request, names, range(chunks), CHUNK)
+def followed(
+    request: Any, group: LayerGroup = FULL
+) -> tuple[list[bytes], ScriptedWatch, Announcer]:
+    """The names of a prompt's chunks, which are followed. group: whose parts are told."""
+    names, watch = names_of(request), ScriptedWatch(groups=(group.number,))
+    made = announcer(watch, FULL, *([group] if group.number else []))
+    assert made.take() == []
+    made.named(request, names, range(len(names)), CHUNK)
     assert made.take() == []
     return names, watch, made
 
@@ -133,22 +127,10 @@ LORA = LoRARequest("adapter", 3, "/nowhere")
 )
 def test_a_stored_chunk_is_described_as_by_vllm(group: LayerGroup, options: dict[str, Any]) -> None:
     request = request_of(3 * CHUNK + 5, **options)
-    names = names_of(request)
-    watch = ScriptedWatch(groups=(group.number,))
-    made = announcer(watch, FULL, *([group] if group.number else []))
-    assert made.take() == []
-    made.named(request, names, range(3), CHUNK)
+    names, watch, made = followed(request, group)
     watch.tell("host", True, *reversed(names))
-    events = made.take()
-    assert len(events) == 3
-    for number, event in enumerate(events):  # in the order of the prompt
-        part = group.part(number, CHUNK)
-        own = vllms_own(request, group, part.start, part.stop)
-        assert (event.medium, event.locality) == ("CPU", "LOCAL")
-        own.medium, own.locality = event.medium, event.locality
-        if hasattr(own, "session_id"):
-            own.session_id = None
-        assert event == own
+    parts = [group.part(number, CHUNK) for number in range(3)]  # in the order of the prompt
+    assert made.take() == [vllms_own(request, group, each.start, each.stop) for each in parts]
 
 
 def test_events_have_the_number_that_vllm_gave_the_group() -> None:
@@ -194,7 +176,7 @@ def test_a_chunk_that_is_named_again_is_followed_longer(monkeypatch: pytest.Monk
     ],
 )
 def test_stored_and_removed(tier: str, place: tuple[str, str]) -> None:
-    names, watch, made = followed(2)
+    names, watch, made = followed(request_of(2 * CHUNK))
     watch.tell(tier, True, *names)
     stored = made.take()
     watch.tell(tier, False, *names)
@@ -206,7 +188,7 @@ def test_stored_and_removed(tier: str, place: tuple[str, str]) -> None:
 
 
 def test_a_loss_removes_everything_and_more_follows_later() -> None:
-    names, watch, made = followed(2)
+    names, watch, made = followed(request_of(2 * CHUNK))
     watch.tell("host", True, *names)
     watch.tell("redis", True, names[0])
     stored = [each for _ in range(2) for each in made.take()]
@@ -219,32 +201,21 @@ def test_a_loss_removes_everything_and_more_follows_later() -> None:
     assert again == stored[1]
 
 
-def prompts_that_part(at: int, tokens: int = CHUNK) -> list[Any]:
-    """Two requests with the same first ``at`` tokens."""
-    return [request_of(tokens, shared=at, other=other) for other in (1, 2)]
-
-
 @pytest.mark.parametrize("group", [FULL, WIDE], ids=["full", "wide"])
 @pytest.mark.parametrize("number", [0, 1])
 def test_blocks_that_two_chunks_share_are_told_once(group: LayerGroup, number: int) -> None:
     part = group.part(number, CHUNK)
     middle = (part.start + part.stop) // 2
-    one, two = prompts_that_part(middle * group.block_size_tokens, (number + 1) * CHUNK)
-    watch = ScriptedWatch(groups=(group.number,))
-    made = announcer(watch, FULL, *([group] if group.number else []))
-    made.take()
-    names = [names_of(each)[number] for each in (one, two)]
-    made.named(one, names_of(one), range(number, number + 1), CHUNK)
+    shared, tokens = middle * group.block_size_tokens, (number + 1) * CHUNK
+    one, two = (request_of(tokens, shared=shared, other=other) for other in (1, 2))
+    names, watch, made = followed(one, group)
     made.named(two, names_of(two), range(number, number + 1), CHUNK)
+    names = [names[number], names_of(two)[number]]
     watch.tell("host", True, names[0])
     (first,) = made.take()
     watch.tell("host", True, names[1])
     (second,) = made.take()
-    own = vllms_own(two, group, middle, part.stop)
-    own.medium, own.locality = "CPU", "LOCAL"
-    if hasattr(own, "session_id"):
-        own.session_id = None
-    assert second == own
+    assert second == vllms_own(two, group, middle, part.stop)
     assert second.parent_block_hash == first.block_hashes[middle - part.start - 1]
     # The first one is evicted: the other prompt's chain stays whole.
     watch.tell("host", False, names[0])
@@ -258,35 +229,38 @@ def test_blocks_that_two_chunks_share_are_told_once(group: LayerGroup, number: i
 def test_a_reset_removes_everything_once_and_stores_it_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Many events take several steps."""
     monkeypatch.setattr(events, "CHUNKS_PER_STEP", 2)
-    names, watch, made = followed(4)
+    names, watch, made = followed(request_of(5 * CHUNK))
     watch.tell("host", True, *names)
-    before = [*made.take(), *made.take()]
+    steps = []
+    while made.has_events:
+        steps.append(made.take())
+    assert [len(each) for each in steps] == [2, 2, 1]
+    before = [event for step in steps for event in step]
     made.tell_again()
     removed, *stored = made.take()
     assert isinstance(removed, BlockRemoved)
     assert {*removed.block_hashes} == {each for event in before for each in event.block_hashes}
     watch.tell("host", False, names[3])  # evicted before it was stored anew
     assert stored == before[:2]
-    assert made.take() == before[2:3]
+    assert made.take() == [before[2], before[4]]
     assert not made.has_events
 
 
-def test_an_epoch_that_returns_brings_its_chunks() -> None:
-    request = request_of(CHUNK)
-    names = names_of(request)
-    watch = ScriptedWatch()
-    made = announcer(watch, FULL)
-    made.begin_epoch(b"")
-    made.take()
-    made.named(request, names, range(1), CHUNK)
+def test_what_cannot_be_loaded_now_is_removed() -> None:
+    """An epoch that returns brings its chunks."""
+    names, watch, made = followed(request_of(CHUNK))
     watch.tell("redis", True, *names)
     (stored,) = made.take()
-    made.begin_epoch(b"12345678")
-    (removed,) = made.take()
-    assert removed.block_hashes == stored.block_hashes
-    made.begin_epoch(b"")
-    assert made.take() == [stored]
+    for change in (lambda: made.begin_epoch(b"12345678"), made.forget):
+        assert not made.has_events
+        change()
+        assert made.has_events
+        (removed,) = made.take()
+        assert removed.block_hashes == stored.block_hashes
+        made.begin_epoch(b"")
+        assert made.take() == ([stored] if change != made.forget else [])
 
 
 def test_chunks_of_another_size_are_described_anew() -> None:
@@ -314,30 +288,8 @@ def test_a_paused_engine_does_not_step_for_events() -> None:
     assert made.has_events
 
 
-def test_many_events_take_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "CHUNKS_PER_STEP", 2)
-    names, watch, made = followed(5)
-    watch.tell("host", True, *names)
-    steps = []
-    while made.has_events:
-        steps.append(len(made.take()))
-    assert steps == [2, 2, 1]
-
-
-def test_a_cache_that_is_off_removes_everything() -> None:
-    names, watch, made = followed(1)
-    watch.tell("host", True, *names)
-    (stored,) = made.take()
-    assert not made.has_events
-    made.forget()
-    assert made.has_events
-    (removed,) = made.take()
-    assert removed.block_hashes == stored.block_hashes
-    assert not made.has_events
-
-
 def test_a_failure_ends_the_events_only(caplog: pytest.LogCaptureFixture) -> None:
-    names, watch, made = followed(1)
+    names, watch, made = followed(request_of(CHUNK))
     watch.tell("host", True, *names)
     (stored,) = made.take()
     watch.news.append(told(False, None))  # type: ignore[arg-type]
@@ -361,11 +313,7 @@ def test_images_are_told_as_vllm_tells_them() -> None:
         for name, offset in (("first", 10), ("second", 90))
     ]
     request = request_of(2 * CHUNK, mm_features=images)
-    names = names_of(request)
-    watch = ScriptedWatch()
-    made = announcer(watch, FULL)
-    made.take()
-    made.named(request, names, range(2), CHUNK)
+    names, watch, made = followed(request)
     watch.tell("host", True, *names)
     told = [each for event in made.take() for each in event.extra_keys]
     assert told == vllms_own(request, FULL, 0, 2 * CHUNK // HASH).extra_keys
@@ -379,25 +327,19 @@ def test_requests_name_the_chunks_they_look_up_and_store() -> None:
         named=lambda request, names, chunks, chunk_tokens: named.append(([*chunks], chunk_tokens)),
         begin_epoch=epochs.append,
     )
-    adapter = ScriptedAdapter()
-    pool = BlockPool(num_gpu_blocks=128, enable_caching=True, hash_block_size=BLOCK)
-    references = BlockReferences(pool, world_size=1)
-    scheduler = make_scheduler(adapter, pool, references, announcer=listener)
-    request: Any = FakeRequest(tokens=3 * CHUNK + 1)
-    blocks = list(range(1, 14))
-    computed_before(scheduler, pool, blocks, CHUNK)
-    assert scheduler.matched_tokens(request, CHUNK) == 0
+    scheduler, request = Scripted(announcer=listener), FakeRequest(tokens=3 * CHUNK + 1)
+    scheduler.computed_before(BLOCKS, CHUNK)
+    assert scheduler.begin(request, local=CHUNK) == 0
     assert named == [([1, 2], CHUNK)]
-    scheduler.allocated(request, (), 0)
-    run(scheduler, step(new=("r", blocks, CHUNK, 2 * CHUNK + 1)))
+    scheduler.run(new=("r", BLOCKS[:13], CHUNK, 2 * CHUNK + 1))
     assert named[1:] == [([0, 1, 2], CHUNK)]
     # Chunks that are generated are named when they are stored.
     request.grow(4 * CHUNK + 1)
-    run(scheduler, step(cached=("r", [14, 15, 16, 17], 3 * CHUNK + 1, CHUNK)))
+    scheduler.run(cached=("r", BLOCKS[13:], 3 * CHUNK + 1, CHUNK))
     assert named[2:] == [([3], CHUNK)]
-    scheduler.change_epoch(Epochs.weights_may_differ, "a test")
+    epoch = scheduler.name_weights("step-1")
     assert named[3:] == []
-    assert epochs == [b"", scheduler._names.epochs.current]
+    assert epochs == [b"", epoch]
 
 
 @pytest.fixture
@@ -410,56 +352,50 @@ def groups() -> Any:
     return SimpleNamespace(kv_cache_groups=[group], num_blocks=64, kv_cache_tensors=[])
 
 
-@pytest.fixture(params=[None, False, True])
-def connector(
-    request: pytest.FixtureRequest, tmp_path: Path, groups: Any
-) -> Iterator[LMCacheRedisConnector]:
-    settings = config(tmp_path)
-    if request.param is not None:
-        settings.kv_events_config = SimpleNamespace(enable_kv_cache_events=request.param)
+def connector(directory: Path, groups: Any, publishes: bool | None) -> LMCacheRedisConnector:
+    """publishes: None: this vLLM has no events."""
+    settings = config(directory)
+    if publishes is not None:
+        settings.kv_events_config = SimpleNamespace(enable_kv_cache_events=publishes)
     made = LMCacheRedisConnector(settings, KVConnectorRole.SCHEDULER, groups)
     bind(made, manager_of(64))
-    made.on = request.param is True  # type: ignore[attr-defined]
-    yield made
+    return made
+
+
+@pytest.mark.parametrize("publishes", [None, False, True])
+def test_events_are_made_only_if_vllm_publishes_them(
+    tmp_path: Path, groups: Any, publishes: bool | None
+) -> None:
+    made = connector(tmp_path, groups, publishes)
+    assert (made._announcer is not None) is (publishes is True)
+    assert not made.take_events()
+    assert not made.has_pending_push_work()
+    made.turn_off()
+    assert not made.take_events()
     made.shutdown()
 
 
-def test_events_are_made_only_if_vllm_publishes_them(connector: LMCacheRedisConnector) -> None:
-    assert (connector._announcer is not None) is connector.on  # type: ignore[attr-defined]
-    assert not connector.take_events()
-    assert not connector.has_pending_push_work()
-    connector.turn_off()
-    assert not connector.take_events()
-
-
 def test_a_reset_of_vllms_cache_tells_everything_again(tmp_path: Path, groups: Any) -> None:
-    request, watch = request_of(CHUNK), ScriptedWatch()
-    manager = manager_of(64)
-    connector = LMCacheRedisConnector(config(tmp_path), KVConnectorRole.SCHEDULER, groups)
-    bind(connector, manager)
-    connector._announcer = made = announcer(watch, FULL)
-    made.take()
-    made.named(request, names_of(request), range(1), CHUNK)
-    watch.tell("host", True, *names_of(request))
-    (stored,) = connector.take_events()
-    assert manager.block_pool.reset_prefix_cache()
-    assert connector.has_pending_push_work()
-    removed, again = connector.take_events()
+    made = connector(tmp_path, groups, None)
+    names, watch, made._announcer = followed(request_of(CHUNK))
+    watch.tell("host", True, *names)
+    (stored,) = made.take_events()
+    assert made._references is not None
+    assert made._references.pool.reset_prefix_cache()
+    assert made.has_pending_push_work()
+    removed, again = made.take_events()
     assert isinstance(removed, BlockRemoved)
     assert again == stored
-    assert not connector.has_pending_push_work()
-    connector.shutdown()
+    assert not made.has_pending_push_work()
+    made.shutdown()
 
 
 def test_a_vllm_without_what_events_need_still_caches(
     tmp_path: Path, groups: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, events.__name__, None)
-    settings = config(tmp_path)
-    settings.kv_events_config = SimpleNamespace(enable_kv_cache_events=True)
-    made = LMCacheRedisConnector(settings, KVConnectorRole.SCHEDULER, groups)
     with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):
-        bind(made, manager_of(64))
+        made = connector(tmp_path, groups, publishes=True)
     assert made._scheduler is not None
     assert made.take_events() == ()
     errors = [each for each in caplog.records if each.levelno == logging.ERROR]

@@ -122,23 +122,23 @@ def test_the_first_token_is_that_of_vllms_manager(spec: Any, ends: list[int]) ->
             assert part.start <= max(kept, part.stop - 4)
 
 
-def test_groups_keep_their_numbers_layers_and_sizes() -> None:
-    found = layer_groups(groups(window(100), full(32), state(48)))
-    assert [(each.number, each.layers, each.block_size_tokens) for each in found] == [
-        (0, ("layer.0",), 16),
-        (1, ("layer.1",), 32),
-        (2, ("layer.2",), 48),
-    ]
-    assert [each.part(1, 96) for each in found] == [slice(6, 12), slice(3, 6), slice(3, 4)]
-
-
-def test_the_part_of_a_short_window_is_the_end_of_its_chunk() -> None:
-    (group,) = layer_groups(groups(window(18)))
-    assert group.part(2, 64) == slice(10, 12)
-    (group,) = layer_groups(groups(window(17)))
-    assert group.part(2, 64) == slice(11, 12)
-    (group,) = layer_groups(groups(window(1)))
-    assert group.part(0, 64) == slice(3, 4)
+@pytest.mark.parametrize(
+    ("spec", "number", "tokens", "part"),
+    [
+        (window(100), 1, 96, slice(6, 12)),
+        (full(32), 1, 96, slice(3, 6)),
+        (state(48), 1, 96, slice(3, 4)),
+        (window(18), 2, 64, slice(10, 12)),
+        (window(17), 2, 64, slice(11, 12)),
+        (window(1), 0, 64, slice(3, 4)),
+    ],
+)
+def test_the_part_of_a_window_or_a_state_is_the_end_of_its_chunk(
+    spec: Any, number: int, tokens: int, part: slice
+) -> None:
+    (group,) = layer_groups(groups(spec))
+    assert group.block_size_tokens == spec.block_size
+    assert group.part(number, tokens) == part
 
 
 def test_what_vllms_own_cache_leaves_out_is_left_out() -> None:

@@ -120,22 +120,28 @@ REQUEST: Any = SimpleNamespace(
     request_id="r", block_hashes=[bytes(32)] * 8, kv_transfer_params=None, num_prompt_tokens=1
 )
 STEP: Any = SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={})
-OUTPUT: Any = SimpleNamespace(
-    kv_connector_worker_meta=None, invalid_block_ids=set(), finished_recving={"r"}
-)
 
 
-def blocks(*ids: int) -> Any:
-    return SimpleNamespace(get_block_ids=lambda: (list(ids),))
+def output(report: WorkerReport | None = None) -> Any:
+    """The load of `REQUEST` has ended."""
+    return SimpleNamespace(
+        kv_connector_worker_meta=report, invalid_block_ids=set(), finished_recving={"r"}
+    )
+
+
+def allocate(scheduler: LMCacheRedisConnector, *ids: int, loaded: int) -> None:
+    """`REQUEST` gets these blocks, and so many tokens are to be loaded."""
+    blocks: Any = SimpleNamespace(get_block_ids=lambda: (list(ids),))
+    scheduler.update_state_after_alloc(REQUEST, blocks, loaded)
 
 
 @pytest.mark.parametrize(
     ("ask", "answer"),
     [
         (lambda c: c.get_num_new_matched_tokens(REQUEST, 0), (0, False)),
-        (lambda c: c.update_state_after_alloc(REQUEST, blocks(1), 0), None),
+        (lambda c: allocate(c, 1, loaded=0), None),
         (lambda c: c.build_connector_meta(STEP), StepMetadata()),
-        (lambda c: c.update_connector_output(OUTPUT), None),
+        (lambda c: c.update_connector_output(output()), None),
         (lambda c: c.request_finished(REQUEST, [1]), (False, None)),
         (lambda c: c.reset_cache(), True),
         (lambda c: c.change_epoch(Epochs.weights_may_differ, "a test"), None),
@@ -157,7 +163,7 @@ def test_an_error_in_the_scheduler_turns_the_cache_off(
     assert not scheduler.has_pending_push_work()
 
 
-def steps_of(worker: LMCacheRedisConnector, metadata: StepMetadata) -> Any:
+def step_of(worker: LMCacheRedisConnector, metadata: StepMetadata) -> Any:
     """One step of vLLM's worker."""
     worker.bind_connector_metadata(metadata)
     worker.start_load_kv(None)  # type: ignore[arg-type]
@@ -173,38 +179,29 @@ def steps_of(worker: LMCacheRedisConnector, metadata: StepMetadata) -> Any:
 def test_a_load_promised_by_a_broken_scheduler_fails(
     scheduler: LMCacheRedisConnector, worker: LMCacheRedisConnector
 ) -> None:
-    """vLLM would wait for it for ever."""
+    """vLLM would wait for it for ever.
+
+    All blocks are named that it would have filled, behind the local ones: vLLM before 0.30
+    recomputes from the first that is.
+    """
     scheduler._scheduler = Broken()  # type: ignore[assignment]
-    scheduler.update_state_after_alloc(REQUEST, blocks(1, 2, 3, 4), 2 * BLOCK)
+    allocate(scheduler, 1, 2, 3, 4, loaded=3 * BLOCK)
     metadata = scheduler.build_connector_meta(STEP)
     assert isinstance(metadata, StepMetadata)
-    assert metadata.lost_loads == {"r": [3, 4]}
-    step = steps_of(worker, metadata)
+    assert metadata.lost_loads == {"r": [2, 3, 4]}
+    step = step_of(worker, metadata)
     assert step.results.finished_recving == step.results.failed_recving == {"r"}
     assert step.invalid == set()
     # The worker still works.
     assert worker._worker is not None
 
 
-def test_older_vllm_is_told_of_blocks(
-    scheduler: LMCacheRedisConnector, worker: LMCacheRedisConnector
-) -> None:
+def test_older_vllm_is_told_of_blocks(worker: LMCacheRedisConnector) -> None:
     worker.bind_connector_metadata(StepMetadata(lost_loads={"r": [3, 4]}))
     worker.start_load_kv(None)  # type: ignore[arg-type]
     assert worker.get_finished(set()) == (None, {"r"})
     assert worker.get_block_ids_with_load_errors() == {3, 4}
     assert worker.get_block_ids_with_load_errors() == set()
-
-
-def test_a_lost_load_names_all_blocks_that_it_would_have_filled(
-    scheduler: LMCacheRedisConnector,
-) -> None:
-    """Local blocks come first: vLLM before 0.30 recomputes from the first block that is named."""
-    scheduler._scheduler = Broken()  # type: ignore[assignment]
-    scheduler.update_state_after_alloc(REQUEST, blocks(1, 2, 3, 4), 3 * BLOCK)
-    metadata = scheduler.build_connector_meta(STEP)
-    assert isinstance(metadata, StepMetadata)
-    assert metadata.lost_loads == {"r": [2, 3, 4]}
 
 
 @pytest.mark.parametrize("breaks", ["step_begins", "begin_loads", "ended_loads", "report"])
@@ -220,19 +217,15 @@ def test_an_error_in_a_worker_turns_the_cache_off(
     free = pool.get_num_free_blocks()
     transfer_id = scheduler._references.take([3, 4])
     op = TransferOp(block_ids=[2, 3, 4], hashes=[bytes(32)], skip_blocks=1)
-    step = steps_of(worker, StepMetadata(loads=[Planned(transfer_id, "r", (op,))]))
-    results = [step.results, steps_of(worker, StepMetadata()).results]
+    steps = [StepMetadata(loads=[Planned(transfer_id, "r", (op,))]), StepMetadata()]
+    results = [step_of(worker, each).results for each in steps]
     assert [r.finished_recving for r in results].count({"r"}) == 1
     assert [r.failed_recving for r in results].count({"r"}) == 1
 
-    report = steps_of(worker, StepMetadata()).report
+    report = step_of(worker, StepMetadata()).report
     # There never was an agent, so none touches a block.
     assert report == WorkerReport({}, broken={0: True})
-    scheduler.update_connector_output(
-        SimpleNamespace(
-            kv_connector_worker_meta=report, invalid_block_ids=set(), finished_recving={"r"}
-        )  # type: ignore[arg-type]
-    )
+    scheduler.update_connector_output(output(report))
     assert scheduler._scheduler is None
     assert pool.get_num_free_blocks() == free
 

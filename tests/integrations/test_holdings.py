@@ -22,10 +22,9 @@ MANY = 1 << 20
 Note = tuple[int, str, bool, bytes]
 
 
-def remember(made: Holdings, name: bytes, blocks: Sequence[Any] = (), number: int = 0) -> None:
-    """Follows a chunk with these blocks in every group; by default with one of its own."""
-    hashes = list(blocks) or [name.decode()]
-    chunk: Any = AnnouncedChunk(number, [SimpleNamespace(block_hashes=hashes)] * 2)
+def remember(made: Holdings, name: bytes, blocks: Sequence[Any], number: int = 0) -> None:
+    """Follows a chunk with these blocks in every group."""
+    chunk: Any = AnnouncedChunk(number, [SimpleNamespace(block_hashes=list(blocks))] * 2)
     made.follow(name, lambda: chunk)
 
 
@@ -39,11 +38,11 @@ def told(made: Holdings, limit: int = MANY) -> list[str]:
     return gone + new
 
 
-def holdings(groups: tuple[int, ...] = (0,), limit: int = 10) -> Holdings:
-    made = Holdings(limit)
+def holdings(groups: tuple[int, ...] = (0,)) -> Holdings:
+    made = Holdings(10)
     made.begin(groups)
     for name in (A, B):
-        remember(made, name)
+        remember(made, name, [name.decode()])
     assert not made.has_news
     return made
 
@@ -105,101 +104,6 @@ def test_what_is_gone_before_it_was_told_is_not_told() -> None:
     made.changed(0, "host", False, B)
     assert not made.has_news
     assert told(made) == []
-
-
-def test_what_is_forgotten_counts_as_removed() -> None:
-    made = holdings((0, 0), limit=2)
-    for part in range(2):
-        made.changed(part, "host", True, A)
-        made.changed(part, "redis", True, A)
-    made.changed(0, "host", True, B)  # not all of it
-    remember(made, A)  # named again: B is the oldest now
-    assert told(made) == ["+host 0 a", "+redis 0 a"]
-    remember(made, C)
-    assert told(made) == []
-    remember(made, B)
-    assert told(made) == ["-host 0 a", "-redis 0 a"]
-    made.changed(0, "host", False, A)
-    assert told(made) == []
-
-
-def test_what_is_forgotten_before_it_was_told_is_not_told() -> None:
-    made = holdings(limit=2)
-    made.changed(0, "host", True, A)
-    remember(made, C)
-    assert told(made) == []
-
-
-def test_chunks_of_a_lost_agent_are_still_followed() -> None:
-    made = holdings()
-    made.changed(0, "host", True, A)
-    assert told(made) == ["+host 0 a"]
-    made.begin((0, 0))
-    assert told(made) == ["-host 0 a"]
-    made.changed(0, "host", True, A)
-    assert told(made) == []
-    made.changed(1, "host", True, A)
-    assert told(made) == ["+host 0 a"]
-
-
-def test_forgotten_chunks_are_not_followed() -> None:
-    made = holdings()
-    made.changed(0, "redis", True, B)
-    assert told(made) == ["+redis 0 b"]
-    made.forget()
-    assert told(made) == ["-redis 0 b"]
-    made.forget()
-    made.changed(0, "redis", True, B)
-    assert told(made) == []
-
-
-def test_an_earlier_epoch_returns_with_what_is_still_there() -> None:
-    made = holdings()
-    for name in (A, B):
-        made.changed(0, "redis", True, name)
-    told(made)
-    made.begin_epoch(b"second")
-    assert told(made) == ["-redis 0 a", "-redis 0 b"]
-    remember(made, C)
-    made.changed(0, "redis", True, C)
-    made.changed(0, "redis", False, B)
-    assert told(made) == ["+redis 0 c"]
-    made.begin_epoch(b"")
-    assert told(made) == ["-redis 0 c", "+redis 0 a"]
-
-
-def test_a_block_is_removed_with_the_last_chunk_that_has_it() -> None:
-    made = holdings()
-    remember(made, b"one", [1, 2, 3])
-    remember(made, b"two", [1, 2, 4])
-    made.changed(0, "host", True, b"one")
-    made.changed(0, "host", True, b"two")
-    made.changed(0, "redis", True, b"two")
-    places = ("host 0 1", "host 0 2", "host 0 3", "host 0 4", "redis 0 1", "redis 0 2", "redis 0 4")
-    assert told(made) == [f"+{each}" for each in places]
-    made.changed(0, "host", False, b"one")
-    assert told(made) == ["-host 0 3"]
-    made.changed(0, "host", False, b"two")
-    assert told(made) == ["-host 0 1", "-host 0 2", "-host 0 4"]
-
-
-def test_after_a_reset_all_is_removed_before_any_is_stored() -> None:
-    made = holdings()
-    remember(made, b"one", [1, 2, 3])
-    remember(made, b"two", [1, 2, 4])
-    for name in (b"one", b"two", A):
-        made.changed(0, "host", True, name)
-    told(made)
-    made.changed(0, "host", True, B)  # not told yet
-    made.tell_again()
-    steps = []
-    while made.has_news:
-        steps.append(told(made, 1))
-        made.changed(0, "host", False, A)  # evicted, perhaps before it is told again
-    assert sorted(steps[0][:5]) == [f"-host 0 {each}" for each in (1, 2, 3, 4, "a")]
-    stored = [each for step in (steps[0][5:], *steps[1:]) for each in step]
-    assert "+host 0 b" in stored
-    assert {each[-1] for each in stored if each[0] == "+"} - {"a"} == {"1", "2", "3", "4", "b"}
 
 
 def chunk_of(rng: random.Random, branches: int) -> tuple[int, list[str]]:

@@ -18,20 +18,11 @@ from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.renderers.base import BaseRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.requests import MediaNames
-from tests.integrations.test_scheduler import (
-    BLOCK,
-    CHUNK,
-    ScriptedAdapter,
-    make_scheduler,
-    run,
-    step,
-)
+from tests.integrations.scripted import BLOCK, BLOCKS, CHUNK, Scripted
 
 RED, BLUE = (Image.new("RGB", (4, 4), colour) for colour in ("red", "blue"))
 
@@ -125,18 +116,15 @@ def test_a_name_that_a_client_gave_is_not_shared() -> None:
 
 def test_names_of_clients_say_nothing_about_a_layout() -> None:
     """A client's name of a digest's length cannot be told from vLLM's, nor can an image's EXIF."""
-    adapter, tokens = ScriptedAdapter(), 4 * CHUNK + 1
-    adapter.tokens, adapter.canary_every = 3 * CHUNK, 1
-    pool = BlockPool(num_gpu_blocks=32, enable_caching=True, hash_block_size=BLOCK)
-    media, block_ids = MediaNames(settings()), list(range(1, 18))
+    tokens, media = 4 * CHUNK + 1, MediaNames(settings())
     for offset, expected in ((0, 3), (CHUNK - 1, 3), (CHUNK, 2), (3 * CHUNK, 0), (None, 0)):
-        references = BlockReferences(pool, world_size=1)
-        scheduler = make_scheduler(adapter, pool, references, media=media)
+        scheduler = Scripted(media=media)
+        scheduler.adapter.tokens, scheduler.adapter.canary_every = 3 * CHUNK, 1
         image = named(settings(), RED, "0123456789abcdef" * 4)
         image.mm_position = PlaceholderRange(offset or 0, BLOCK)
         features = [] if offset is None else [image]
         assert scheduler.matched_tokens(request_with(*features, tokens=tokens), 0) == 0
-        metadata = run(scheduler, step(new=("r", block_ids, 0, tokens)))
+        metadata = scheduler.run(new=("r", BLOCKS, 0, tokens))
         compared, stored = metadata.stores
         assert (compared.compare, stored.compare) == (True, False)
         ((op,), (other,)) = compared.ops, stored.ops
@@ -150,14 +138,11 @@ def test_models_without_media_have_nothing_to_decide() -> None:
 
 @pytest.mark.parametrize("engine", [settings(), COUNTED], ids=["hashed", "counted"])
 def test_what_is_not_named_is_neither_looked_up_nor_stored(engine: Any) -> None:
-    adapter = ScriptedAdapter()
-    pool = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=BLOCK)
-    references = BlockReferences(pool, world_size=1)
-    scheduler = make_scheduler(adapter, pool, references, media=MediaNames(engine))
-    adapter.tokens = CHUNK
+    scheduler = Scripted(media=MediaNames(engine))
+    scheduler.adapter.tokens = CHUNK
     request = request_with(named(engine, RED))
     hit = CHUNK if engine is not COUNTED else 0
     assert scheduler.matched_tokens(request, 0) == hit
-    assert len(adapter.lookups) == (hit > 0)
-    metadata = run(scheduler, step(new=("r", [1, 2, 3, 4, 5], 0, CHUNK + 1)))
+    assert len(scheduler.adapter.lookups) == (hit > 0)
+    metadata = scheduler.run(new=("r", [1, 2, 3, 4, 5], 0, CHUNK + 1))
     assert len(metadata.stores) == (hit > 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM whose ranks have agents of their own, as on two nodes, and engines that share an id.
+"""A real vLLM whose ranks have agents of their own, as on two nodes, and cores that share an id.
 
 One machine plays both nodes: a patch gives rank 1's worker another endpoint. The agents share
 nothing but Redis.
@@ -10,20 +10,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.engines import PATCH_VARIABLE, PROGRAM_VARIABLE, ForkedEngine, empty, transfer_config
 from tests.harness import AgentServer, wait_until
-from tests.integrations.conftest import OPTIONS, Prompts
+from tests.integrations.conftest import SIZES, Prompts
+from tests.integrations.test_vllm import CHUNK
 from tests.integrations.test_vllm import start as start_engine
 from tests.servers import RedisServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
-CHUNK = 256
 # What only a hang reaches: two ranks on a busy machine are slow.
 NO_HANG_S = 300.0
 
@@ -42,8 +41,7 @@ setup.WorkerClient = WorkerOfItsNode
 def agents(
     agent: AgentServer, tmp_path: Path, redis_server: RedisServer
 ) -> Iterator[list[AgentServer]]:
-    sizes = {"chunk_size_tokens": 256, "slot_bytes": (1 << 20) - 4096, "pool_bytes": 256 << 20}
-    with AgentServer(tmp_path / "other", redis_server.unix_url, **sizes) as other:
+    with AgentServer(tmp_path / "other", redis_server.unix_url, **SIZES) as other:
         yield [agent, other]
 
 
@@ -54,24 +52,15 @@ def registered(agent: AgentServer) -> list[int]:
 def start(model_dir: Path, agents: list[AgentServer], log: Path) -> ForkedEngine:
     patch = log.with_suffix(".py")
     patch.write_text(PATCH.format(endpoints=json.dumps([agent.endpoint for agent in agents])))
-    engine = ForkedEngine(
+    return start_engine(
         model_dir,
+        None,  # of its two agents
+        log,
         # Long, because an agent that is killed is noticed at once.
         kv_transfer=transfer_config(agents[0].endpoint, agent_dead_after_s=20.0),
-        log_path=log,
-        options={**OPTIONS, "tensor_parallel_size": 2},
-        env={
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-            PATCH_VARIABLE: str(patch),
-        },
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1", PATCH_VARIABLE: str(patch)},
+        tensor_parallel_size=2,
     )
-    try:
-        wait_registered(agents)
-    except AssertionError:
-        engine.close()
-        raise
-    return engine
 
 
 def wait_registered(agents: list[AgentServer]) -> None:
@@ -83,6 +72,7 @@ def test_each_rank_loads_at_the_agent_of_its_node(
 ) -> None:
     questions = [prompts.tokens(2 * CHUNK + 10) for _ in range(2)]
     with start(model_dir, agents, tmp_path / "cold.log") as engine:
+        wait_registered(agents)
         cold = engine.generate(questions, 2)
         assert cold.details["cached_tokens"] == [0, 0]
         for agent in agents:
@@ -93,6 +83,7 @@ def test_each_rank_loads_at_the_agent_of_its_node(
         agent.restart()
     local, other = agents
     with start(model_dir, agents, tmp_path / "warm.log") as engine:
+        wait_registered(agents)
 
         def begin(number: int) -> None:
             empty(engine)
@@ -141,46 +132,15 @@ def test_each_rank_loads_at_the_agent_of_its_node(
     assert "cache of this engine is now off" not in (tmp_path / "warm.log").read_text()
 
 
-def sharing(agent: AgentServer) -> dict[str, Any]:
-    """A connector's configuration with an explicit id."""
-    return {**transfer_config(agent.endpoint), "engine_id": "shared"}
-
-
-def test_engines_that_share_an_explicit_id_both_keep_hitting(
-    model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
-) -> None:
-    question, transfer = prompts.tokens(2 * CHUNK + 1), sharing(agent)
-    with (
-        start_engine(model_dir, agent, tmp_path / "one.log", kv_transfer=transfer) as one,
-        start_engine(model_dir, agent, tmp_path / "two.log", kv_transfer=transfer) as two,
-    ):
-        wait_until(
-            lambda: [e["ready"] for e in agent.status()["engines"]] == [True, True], "two engines"
-        )
-        expected = one.generate([question], 4).outputs
-        for _ in range(2):
-            for engine in (one, two):
-                empty(engine)
-                answer = engine.generate([question], 4)
-                assert answer.outputs == expected
-                assert answer.details["cached_tokens"] == [2 * CHUNK]
-        assert registered(agent) == [0, 0]
-        assert agent.counter("registrations") == 2
-
-
 def test_data_parallel_cores_with_one_agent_both_hit(
     model_dir: Path, agent: AgentServer, tmp_path: Path
 ) -> None:
-    with ForkedEngine(
-        model_dir,
-        kv_transfer=sharing(agent),
-        log_path=tmp_path / "engine.log",
-        options={**OPTIONS, "data_parallel_size": 2},
-        env={
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-            PROGRAM_VARIABLE: "tests.integrations.data_parallel",
-        },
+    # With an explicit id, which they share.
+    transfer = {**transfer_config(agent.endpoint), "engine_id": "shared"}
+    env = {PROGRAM_VARIABLE: "tests.integrations.data_parallel"}
+    env["VLLM_CPU_OMP_THREADS_BIND"], log = "0|1", tmp_path / "engine.log"
+    with start_engine(
+        model_dir, None, log, kv_transfer=transfer, env=env, data_parallel_size=2
     ) as program:
         program._send({"do": "ask"})
         answers = program.finish().details["answers"]

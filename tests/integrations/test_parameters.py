@@ -46,19 +46,6 @@ def test_equal_parameters_have_one_digest() -> None:
     assert digest(model()) != digest(model(torch.float16))
 
 
-def test_one_optimizer_step_of_a_small_rate_is_seen() -> None:
-    """In bfloat16 it changes few elements: most of their updates are rounded away."""
-    trained = model(width=512)
-    before, copies = digest(trained), [each.detach().clone() for each in trained.parameters()]
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-7)
-    trained(torch.randn(4, 512, dtype=torch.bfloat16)).square().mean().backward()
-    optimizer.step()
-    pairs = zip(trained.parameters(), copies, strict=True)
-    changed = sum(int((now != then).sum()) for now, then in pairs)
-    assert 0 < changed < sum(each.numel() for each in copies) / 100
-    assert digest(trained) != before
-
-
 @pytest.mark.parametrize("name", ["0.weight", "3.bias", "4.weight", "scale"])
 def test_the_last_bit_of_any_tensor_is_seen(name: str) -> None:
     changed = model()

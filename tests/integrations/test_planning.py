@@ -19,8 +19,8 @@ from lmcache_redis.integrations.vllm.requests import (
     Tracked,
 )
 from lmcache_redis.integrations.vllm.support import layer_groups, left_out_groups
+from tests.integrations.scripted import CHUNK, FakeRequest
 from tests.integrations.test_groups import BLOCK, full, groups, replayed, ring, state, window
-from tests.integrations.test_scheduler import CHUNK, FakeRequest
 
 PER_CHUNK = CHUNK // BLOCK
 

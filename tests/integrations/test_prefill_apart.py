@@ -15,7 +15,7 @@ from demo.model import write_tokenizer
 from tests.demo.forked import ForkedServer
 from tests.engines import ForkedEngine
 from tests.harness import AgentServer, wait_until
-from tests.integrations.conftest import OPTIONS, Prompts
+from tests.integrations.conftest import OPTIONS, SIZES, Prompts
 from tests.integrations.test_vllm import CHUNK, ready
 from tests.servers import RedisServer
 from tests.test_pd_proxy import ask, proxy
@@ -79,8 +79,7 @@ def test_a_decoder_hits_what_another_size_has_prefilled(
     model = tmp_path / "model"
     shutil.copytree(model_dir, model)
     write_tokenizer(model)
-    sizes = {"chunk_size_tokens": CHUNK, "slot_bytes": (1 << 20) - 4096, "pool_bytes": 256 << 20}
-    sizes["lookup_deadline_s"] = 60
+    sizes = SIZES | {"lookup_deadline_s": 60}
     with ExitStack() as agents, ExitStack() as engines, ExitStack() as prefillers:
         prefill_agent, decode_agent = (
             agents.enter_context(AgentServer(tmp_path / name, redis_server.unix_url, LATE, **sizes))

@@ -17,16 +17,13 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
-from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
-from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.reports.stats import DECLARED, ConnectorStats, Recorder
 from lmcache_redis.integrations.vllm.requests import RequestLookup
 from lmcache_redis.integrations.vllm.worker import StepMetadata
-from tests.integrations import test_guard, test_scheduler
-from tests.integrations.test_guard import REQUEST, connector
-from tests.integrations.test_scheduler import BLOCK, CHUNK, FakeRequest, ScriptedAdapter
+from tests.integrations.test_guard import REQUEST, Broken, connector
+from tests.integrations.test_guard import scheduler as scheduler
 from tests.scraping import samples_in, undocumented
 
 
@@ -104,35 +101,6 @@ def test_a_gauge_is_reported_when_it_changes() -> None:
     assert seen == [zero, None, one, None, zero]
 
 
-def test_hits_are_counted_by_tier() -> None:
-    adapter, recorder = ScriptedAdapter(), Recorder()
-    pool = BlockPool(num_gpu_blocks=128, enable_caching=True, hash_block_size=BLOCK)
-    references = BlockReferences(pool, world_size=1)
-    scheduler = test_scheduler.make_scheduler(adapter, pool, references, recorder)
-    request = FakeRequest()
-    test_scheduler.computed_before(scheduler, pool, list(range(1, 17)), CHUNK // 2)
-    adapter.tokens, adapter.tiers = 4 * CHUNK, ["host", "redis", "disk", "redis"]
-    local = CHUNK // 2
-    assert scheduler.matched_tokens(request, local) == 4 * CHUNK - local
-    # vLLM always computes the last token.
-    scheduler.allocated(request, [list(range(1, 17))], 4 * CHUNK - local)
-    expected = {"host": CHUNK - local, "redis": 2 * CHUNK, "disk": CHUNK}
-    assert scheduler.hit_tokens("r") == expected
-    assert scheduler.hit_tokens("another") == {}
-    stats = recorder.take()
-    assert stats is not None
-    assert stats.data["hit_tokens"] == expected
-    (seconds,) = stats.data["lookup_seconds"][""]
-    assert 0 <= seconds < 60
-
-
-@pytest.fixture
-def scheduler(tmp_path: Path) -> Iterator[LMCacheRedisConnector]:
-    made = connector(tmp_path, KVConnectorRole.SCHEDULER)
-    yield made
-    made.shutdown()
-
-
 def test_vllm_learns_the_sources_of_a_hit(scheduler: LMCacheRedisConnector) -> None:
     sources = pytest.importorskip("vllm.v1.metrics.cache_hit_source").CacheHitSource
     found = {"host": 16, "disk": 8, "redis": 4}
@@ -153,12 +121,12 @@ def test_an_error_in_a_report_leaves_the_cache_on(
     scheduler: LMCacheRedisConnector, caplog: pytest.LogCaptureFixture
 ) -> None:
     sources = pytest.importorskip("vllm.v1.metrics.cache_hit_source").CacheHitSource
-    working, scheduler._scheduler = scheduler._scheduler, test_guard.Broken()  # type: ignore
+    working, scheduler._scheduler = scheduler._scheduler, Broken()  # type: ignore
     with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):
         for _ in range(2):
             found = scheduler.get_external_cache_hit_sources(REQUEST, 30)
             assert found == {sources.EXTERNAL_UNSPECIFIED: 30}
-        scheduler._recorder = test_guard.Broken()  # type: ignore[assignment]
+        scheduler._recorder = Broken()  # type: ignore[assignment]
         assert scheduler.get_kv_connector_stats() is None
     assert [each.exc_info is not None for each in caplog.records] == [True, True]
     assert scheduler._adapter is not None

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from tests.engines import PATCH_VARIABLE, ForkedEngine, empty, transfer_config
 from tests.harness import AgentServer, wait_until
-from tests.integrations.conftest import OPTIONS, Prompts, make_model
+from tests.integrations.conftest import Prompts, make_model
 from tests.integrations.test_lora import RANK, write_adapter
 from tests.integrations.test_vllm import CHUNK, ready, start
 
@@ -94,17 +94,13 @@ def test_model_files_that_change_in_a_start_are_not_known(
     models: tuple[Path, Path], agent: AgentServer, tmp_path: Path, ask: Ask
 ) -> None:
     model, newer = models
-    log = tmp_path / "one.log"
-    transfer = transfer_config(agent.endpoint)
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", **PATCH, "SWAPPED_IN": str(newer)}
-    with ForkedEngine(
-        model, kv_transfer=transfer, log_path=log, options=OPTIONS, env=env
-    ) as engine:
+    log, env = tmp_path / "one.log", {**PATCH, "SWAPPED_IN": str(newer)}
+    with start(model, None, log, kv_transfer=transfer_config(agent.endpoint), env=env) as engine:
         first, cached = ask(engine)
         assert cached == 0
         assert ask(engine) == (first, 0)
         assert "has changed since this engine started" in log.read_text()
-    transfer["kv_connector_extra_config"]["weights_id"] = "mine"
+    transfer = transfer_config(agent.endpoint, weights_id="mine")
     with start(model, agent, log, kv_transfer=transfer, env=env) as engine:
         second, cached = ask(engine)
         assert cached == 0

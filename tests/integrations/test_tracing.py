@@ -20,22 +20,13 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
-from vllm.v1.core.block_pool import BlockPool
 
-from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.reports.stats import Recorder, ReportingHooks
 from lmcache_redis.integrations.vllm.worker import ConnectorWorker, StepMetadata, WorkerReport
 from tests.engines import PATCH_VARIABLE
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import Prompts
-from tests.integrations.test_scheduler import (
-    BLOCK,
-    CHUNK,
-    FakeRequest,
-    ScriptedAdapter,
-    make_scheduler,
-    step,
-)
+from tests.integrations.scripted import CHUNK, FakeRequest, Scripted
 from tests.integrations.test_vllm import start
 from tests.integrations.test_worker import Client
 
@@ -85,10 +76,9 @@ def traced_request() -> Any:
 
 
 def test_lookups_and_loads_have_spans(spans: Recorder, exporter: InMemorySpanExporter) -> None:
-    adapter, pool = ScriptedAdapter(), BlockPool(128, enable_caching=True, hash_block_size=BLOCK)
-    references = BlockReferences(pool, world_size=1)
-    scheduler = make_scheduler(adapter, pool, references, spans)
-    request = traced_request()
+    """And their tokens are counted by tier."""
+    scheduler, request = Scripted(recorder=spans), traced_request()
+    adapter = scheduler.adapter
     adapter.tokens = None
     assert scheduler.matched_tokens(request, 0) is None
     assert exporter.get_finished_spans() == ()
@@ -96,7 +86,14 @@ def test_lookups_and_loads_have_spans(spans: Recorder, exporter: InMemorySpanExp
     assert scheduler.matched_tokens(request, 0) == 3 * CHUNK
     assert scheduler.matched_tokens(request, 0) == 3 * CHUNK
     scheduler.allocated(request, [[*range(1, 40)]], 3 * CHUNK)
-    (load_of_step,) = scheduler.build_metadata(step()).loads
+    by_tier = {"host": CHUNK, "redis": 2 * CHUNK}
+    assert scheduler.hit_tokens("r") == by_tier
+    assert scheduler.hit_tokens("another") == {}
+    stats = spans.take()
+    assert stats is not None
+    assert stats.data["hit_tokens"] == by_tier
+    assert len(stats.data["lookup_seconds"][""]) == 1
+    (load_of_step,) = scheduler.build_metadata(scheduler.step()).loads
     assert load_of_step.trace_headers == HEADERS
     scheduler.reported(WorkerReport({}, failed={"r"}))
     scheduler.load_ended("r")

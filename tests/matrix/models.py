@@ -242,8 +242,11 @@ def write_image(path: Path, seed: int) -> Path:
     return path
 
 
-def write_model(name: str, directory: Path, **sizes: int) -> Path:
-    """Writes the configuration and the weights of a model, with other sizes than its own."""
+def write_model(name: str, directory: Path, *, seed: int = 0, **sizes: int) -> Path:
+    """Writes the configuration and the weights of a model, with other sizes than its own.
+
+    seed: of the weights.
+    """
     import torch
     import transformers
 
@@ -257,7 +260,7 @@ def write_model(name: str, directory: Path, **sizes: int) -> Path:
     config_class = getattr(transformers, f"{prefix}TextConfig", None)
     config_class = config_class or getattr(transformers, f"{prefix}Config")
     config = config_class(**_SIZES | own | sizes)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     model.save_pretrained(directory)
     if name in _CHANGES:

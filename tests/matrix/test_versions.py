@@ -116,7 +116,7 @@ def test_the_connector_in_its_scheduler(version: str) -> None:
     if tuple(map(int, version.split(".")[:2])) < FIRST_SCHEDULER:
         pytest.skip("the played engine is written for later versions")
     try:
-        passed = run_tests(version, "test_hybrid_scheduler.py", "test_resets.py", "test_engine.py")
+        passed = run_tests(version, "test_hybrid_scheduler.py", "test_engine.py")
     except AssertionError:
         record(version, "scheduler", 0, "tests fail")
         raise
