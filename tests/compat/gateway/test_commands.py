@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import struct
 import threading
-import time
 
 import pytest
 
@@ -112,14 +111,6 @@ def test_a_long_list(client: Client, backend: DictTier, serving: Serving) -> Non
     assert serving.stats()["malformed_requests"] == 1
 
 
-def test_one_byte_at_a_time(client: Client) -> None:
-    for byte in put(KEY, b"payload") + header(EXIST) + header(GET):
-        client.send(bytes([byte]))
-    assert client.receive(36) == SUCCEEDED
-    assert client.reply()[:2] == (SUCCESS, 7)
-    assert client.receive(7) == b"payload"
-
-
 @pytest.mark.parametrize("step", [5, 185, 187, 1000, 4096])
 def test_in_pieces_of_any_size(client: Client, step: int) -> None:
     payloads = [random.Random(n).randbytes(n * 1777) for n in range(1, 7)]
@@ -157,24 +148,3 @@ def test_pipelined_requests_are_answered_in_order(client: Client, serving: Servi
         rounds,
         0,
     )
-
-
-def test_a_client_that_closes_after_a_put_has_put(serving: Serving, backend: DictTier) -> None:
-    with serving.client() as client:
-        client.put(KEY, bytes(300_000))
-    serving.until(puts_stored=1, open_connections=0)
-    assert serving.stats()["closed_connections_abandoned"] == 0
-
-
-def test_hundreds_of_idle_clients_hold_nobody_up(serving: Serving) -> None:
-    clients = [serving.client() for _ in range(300)]
-    try:
-        serving.until(open_connections=300)
-        started_s = time.monotonic()
-        clients[150].put(KEY, b"x")
-        serving.until(puts_stored=1)  # of another connection's PUT there is no reply
-        assert clients[-1].exists(KEY)
-        assert time.monotonic() - started_s < 5
-    finally:
-        for client in clients:
-            client.socket.close()

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -284,27 +283,6 @@ def test_a_slow_tier_holds_up_only_those_who_ask_it(
         assert other.healthy()
     backend.open.set()
     assert client.receive(72) == FAILED + SUCCEEDED
-
-
-def test_stopping_finishes_what_has_begun(backend: DictTier) -> None:
-    with (
-        Serving(backend) as serving,
-        serving.client() as client,
-        serving.client() as idle,
-    ):
-        backend.open.clear()
-        client.put(KEY, b"x" * 10_000)
-        client.send(header(GET))
-        serving.until(buffer_used_bytes=10_000)
-        stopper = threading.Thread(target=serving.stop)
-        stopper.start()
-        assert idle.ended()
-        backend.open.set()
-        stopper.join()
-        serving.until(puts_stored=1)
-        assert client.ended()
-        with pytest.raises(ConnectionRefusedError):
-            serving.client()
 
 
 MIB = 1 << 20

@@ -40,10 +40,19 @@ def put(key: str, payload: bytes, **more: int) -> bytes:
 
 
 class Client:
-    """A blocking client. Nothing it receives is more than it asked for."""
+    """A blocking client. Nothing it receives is more than it asked for.
 
-    def __init__(self, port: int, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None):
-        plain = socket.create_connection((host, port), TIMEOUT_S)
+    source: the address that it connects from.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        host: str = "127.0.0.1",
+        tls: ssl.SSLContext | None = None,
+        source: str = "",
+    ) -> None:
+        plain = socket.create_connection((host, port), TIMEOUT_S, (source, 0) if source else None)
         try:
             self.socket = tls.wrap_socket(plain, server_hostname="localhost") if tls else plain
         except BaseException:
