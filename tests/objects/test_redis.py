@@ -309,15 +309,3 @@ def test_importing_tiers_brings_neither_torch_nor_redis() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_tensors_of_a_gpu(server: RedisServer) -> None:
-    chunk = tensor_of(1, (64, 64), "bfloat16").cuda()
-    with contextlib.closing(ChunkBackend([in_redis(server.url)], "cuda")) as backend:
-        assert backend.put(key_of(1), chunk)
-        found = backend.get(key_of(1))
-        assert found is not None
-        assert found.device.type == "cuda"
-        assert same(found.cpu(), chunk.cpu())
