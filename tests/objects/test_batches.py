@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -123,8 +121,8 @@ def test_an_abandoned_batch_leaves_nothing(server: RedisServer, how: str) -> Non
             with pytest.raises(LookupError):
                 found.throw(LookupError("of the consumer"))  # type: ignore[attr-defined]
         del found
-        gc.collect()
         wait_until(lambda: not plane_of(backend)._jobs.transfers)
+        wait_until(lambda: backend._objects.cache.pool.pinned == 0)
         if how != "never begun":
             wait_until(lambda: memory() is None)
         # The keys are unlocked again.
@@ -149,35 +147,6 @@ def test_abandoned_while_the_server_holds_back_the_rest(server: RedisServer) -> 
         wait_until(lambda: not plane_of(backend)._jobs.transfers)
         proxy.for_gets.clear()
         assert same(backend.get(key_of(3)), pairs[3][1])
-
-
-@pytest.mark.servers
-def test_a_server_killed_in_the_middle_of_a_batch(tmp_path: Path) -> None:
-    with RedisServer(tmp_path) as server:
-        pairs = chunks(30, 10 * SLOT)
-        with tier(server.url, deadline_s=2.0) as backend:
-            assert backend.batched_put(pairs) == 30
-            found = backend.batched_get([key for key, _ in pairs])
-            assert same(next(found), pairs[0][1])
-            server.kill()
-            started = time.monotonic()
-            rest = list(found)
-            assert len(rest) == 29
-            assert rest[-1] is None
-            assert time.monotonic() - started < 4.0
-            for tensor, (_, expected) in zip(rest, pairs[1:], strict=True):
-                assert tensor is None or same(tensor, expected)
-            assert backend.batched_put(pairs) == 0
-            assert list(backend.batched_get([key for key, _ in pairs])) == [None] * 30
-            server.start()
-
-            def is_back() -> bool:
-                backend.batched_put(pairs)
-                back = list(backend.batched_get([key for key, _ in pairs]))
-                return all(same(a, b) for a, (_, b) in zip(back, pairs, strict=True))
-
-            # The plane may still remove the partial write of a put that failed.
-            wait_until(is_back)
 
 
 def test_an_error_among_puts_is_raised_at_the_end(server: RedisServer) -> None:

@@ -322,16 +322,6 @@ def test_a_put_that_fails_removes_at_once_or_not_at_all(make: Callable[..., Obje
     objects.objects.release(objects.loaded_from(tier, b"from another process"))
 
 
-def test_a_tier_that_is_down(make: Callable[..., Objects]) -> None:
-    tier = redis()
-    objects = make(tier, keeps=0)
-    tier.is_up = False
-    written = objects.put(A, b"abc")
-    assert tier.written == []
-    objects.end_removal(tier)
-    assert written == [False]
-
-
 def test_found_and_loaded_from_the_first_tier_that_has_it(make: Callable[..., Objects]) -> None:
     disk, below = PlayedTier("disk", set()), redis()
     objects = make(disk, below)
