@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Redis: stripes, and faults caused by servers and other clients."""
+"""Redis: servers that fail, and puts that nobody waits for. `tests/resp` has all the rest."""
 
 from __future__ import annotations
 
@@ -23,24 +23,8 @@ from lmcache_redis.resp import RedisOptions
 from tests.objects.redis_tiers import SLOT, stripes_in, tier, wait_until
 from tests.objects.samples import get_raw, key_of, same, tensor_of
 from tests.servers import RedisServer, server_binaries
-from tests.topologies import running_cluster
 
 BIG = 10 * SLOT
-
-
-# ------------------------------------------------------------------ stripes and buffers
-
-
-def test_what_was_cut_otherwise_is_read_all_the_same(server: RedisServer) -> None:
-    chunk = tensor_of(1, (BIG,))
-    with (
-        tier(server.url, slot_bytes=1000) as one,
-        tier(server.url, counts_descriptors=False, slot_bytes=1 << 20) as other,
-    ):
-        assert one.put(key_of(1), chunk)
-        assert same(other.get(key_of(1)), chunk)
-        assert other.put(key_of(1), chunk)
-        assert same(one.get(key_of(1)), chunk)
 
 
 def test_tiers_with_different_prefixes_do_not_meet(server: RedisServer) -> None:
@@ -54,17 +38,6 @@ def test_tiers_with_different_prefixes_do_not_meet(server: RedisServer) -> None:
         with tier(RedisOptions(server.url, key_prefix=prefix)) as backend:
             assert set(backend.stored_keys()) == {key_of(0), key_of(number)}
             assert same(backend.get(key_of(0)), tensor_of(number, (9,)))
-
-
-def test_a_list_is_complete_and_holds_nothing_else(server: RedisServer) -> None:
-    with tier(server.url, slot_bytes=64) as backend:
-        with server.client() as client:
-            client.mset({f"somebody else's {n}": b"x" for n in range(3000)})
-        expected = [ObjectKey(n.to_bytes(1 + n % 40, "big"), f"m{n % 3}", n) for n in range(250)]
-        assert backend.batched_put((key, tensor_of(1, (200,))) for key in expected) == 250
-        found = backend.stored_keys()
-        assert len(found) == 250
-        assert set(found) == set(expected)
 
 
 # ------------------------------------------------------------------ servers that fail
@@ -282,23 +255,6 @@ def test_every_kind_of_server(tmp_path: Path, kind: str) -> None:
             assert 0 < server.command("TTL", *stripes_in(server)) <= 60
             assert backend.remove(key_of(1))
             assert backend.stored_keys() == []
-
-
-@pytest.mark.servers
-def test_a_cluster(tmp_path: Path) -> None:
-    with running_cluster(tmp_path) as cluster, tier(cluster.url) as backend:
-        chunks = {n: tensor_of(n, (BIG + n,)) for n in range(12)}
-        for number, chunk in chunks.items():
-            assert backend.put(key_of(number), chunk, blocking=number % 2 == 0)
-        assert backend.flush(5)
-        assert all(node.command("DBSIZE") for node in cluster.nodes)
-        assert sorted(backend.stored_keys()) == [key_of(n) for n in chunks]
-        for number, chunk in chunks.items():
-            assert backend.contains(key_of(number))
-            assert same(backend.get(key_of(number)), chunk)
-        for number in chunks:
-            assert backend.remove(key_of(number))
-        assert [node.command("DBSIZE") for node in cluster.nodes] == [0, 0, 0]
 
 
 # ------------------------------------------------------------------ settings

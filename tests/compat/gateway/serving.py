@@ -19,7 +19,6 @@ from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.compat.gateway.main import LoopOwner, open_objects
 from lmcache_redis.compat.gateway.server import Gateway
-from lmcache_redis.compat.gateway.wire import object_key_of
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.objects.cache import HeapMemory, ObjectCache
 from lmcache_redis.testing.memory_tier import MemoryTier
@@ -224,17 +223,6 @@ class Serving:
 
         async def work() -> _Result:
             return function(*args)
-
-        return self.run(work())
-
-    def remove(self, key: str) -> bool:
-        """Removes a chunk behind the gateway's back."""
-
-        async def work() -> bool:
-            removed: asyncio.Future[bool] = self._loop.create_future()
-            deadline = time.monotonic() + WAIT_S
-            self.cache.remove(object_key_of(key), deadline, removed.set_result)
-            return await removed
 
         return self.run(work())
 

@@ -7,7 +7,6 @@ import random
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -161,9 +160,7 @@ def test_stopping_while_payloads_move(lower: DictTier) -> None:
                 client.send(header(PUT, key(number + 2), 8 * MIB, 1, UINT8, (8 * MIB, 0, 0, 0)))
                 client.send(bytes(3 * MIB))
             serving.until(requests_put=4, requests_get=3)
-            started_s = time.monotonic()
             serving.stop()
-            assert time.monotonic() - started_s < 10
             assert all(client.ended() for client in clients)
         finally:
             for client in clients:
@@ -210,7 +207,5 @@ def test_stopping_does_not_wait_for_a_tier_below(lower: DictTier) -> None:
         with serving.client() as client:
             client.put(key(1), large(1))
             serving.until(payload_bytes_in=8 * MIB)
-            started_s = time.monotonic()
             serving.stop()
-            assert time.monotonic() - started_s < 10
         lower.open.set()
