@@ -100,13 +100,10 @@ def test_what_was_stored_is_loaded_byte_for_byte(
     assert content_of(into) == content
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "uint8"])
 def test_a_door_packs_what_all_read(
-    store: RegionStore, settings: DoorSettings, redis: RedisServer, dtype: str
+    store: RegionStore, settings: DoorSettings, redis: RedisServer
 ) -> None:
-    shape = (SIZE // 2,) if dtype == "bfloat16" else (SIZE,)
-    described = RemoteMetadata(SIZE, [shape], [dtype], MemoryFormat.UNDEFINED)
-    of = form_of(IDENTITY, "org/model", 0, described, settings)
+    of = form(settings)
     content = elements_with([112 + n % 7 for n in range(SIZE // 2)], 2)
     packing = RegionStore(msgspec.structs.replace(settings, compress="lossless"))
     assert packing.wait_probed(WAIT_S)
