@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -217,6 +218,11 @@ class Serving:
 
     def client(self, **more: Any) -> Client:
         return Client(self.port, **more)
+
+    @contextlib.contextmanager
+    def clients(self, count: int) -> Iterator[list[Client]]:
+        with contextlib.ExitStack() as stack:
+            yield [stack.enter_context(self.client()) for _ in range(count)]
 
     def call(self, function: Callable[..., _Result], *args: object) -> _Result:
         """Calls it on the thread of the loop, which owns the cache."""

@@ -13,17 +13,13 @@ import pytest
 
 from lmcache_redis.compat.gateway.wire import object_key_of
 from tests.compat.gateway.serving import WAIT_S, DictTier, Serving
-from tests.compat.gateway.wire import EXIST, GET, PUT, SUCCEEDED, UINT8, header, put
+from tests.compat.gateway.wire import EXIST, GET, PUT, SUCCEEDED, UINT8, header, key, put
 
 pytestmark = pytest.mark.servers
 
 MIB = 1 << 20
 # Memory has room for eight of the large chunks.
 LARGE = {"buffer_bytes": 64 * MIB, "memory_bytes": 64 * MIB}
-
-
-def key(number: int) -> str:
-    return f"m@1@0@{number:04x}@half"
 
 
 def large(seed: int, nbytes: int = 8 * MIB) -> bytes:
@@ -149,22 +145,20 @@ def test_a_client_that_goes_after_a_put_has_put(large_serving: Serving, lower: D
 
 
 def test_stopping_while_payloads_move(lower: DictTier) -> None:
-    with Serving(lower, shutdown_deadline_s=0.3, **LARGE) as serving:
-        clients = [serving.client() for _ in range(6)]
-        try:
-            clients[0].put(key(1), large(1))
-            assert clients[0].exists(key(1))
-            for client in clients[:3]:
-                client.send(header(GET, key(1)))
-            for number, client in enumerate(clients[3:]):
-                client.send(header(PUT, key(number + 2), 8 * MIB, 1, UINT8, (8 * MIB, 0, 0, 0)))
-                client.send(bytes(3 * MIB))
-            serving.until(requests_put=4, requests_get=3)
-            serving.stop()
-            assert all(client.ended() for client in clients)
-        finally:
-            for client in clients:
-                client.socket.close()
+    with (
+        Serving(lower, shutdown_deadline_s=0.3, **LARGE) as serving,
+        serving.clients(6) as clients,
+    ):
+        clients[0].put(key(1), large(1))
+        assert clients[0].exists(key(1))
+        for client in clients[:3]:
+            client.send(header(GET, key(1)))
+        for number, client in enumerate(clients[3:]):
+            client.send(header(PUT, key(number + 2), 8 * MIB, 1, UINT8, (8 * MIB, 0, 0, 0)))
+            client.send(bytes(3 * MIB))
+        serving.until(requests_put=4, requests_get=3)
+        serving.stop()
+        assert all(client.ended() for client in clients)
     assert len(serving.pool) == 1
     assert serving.pool.used == 8 * MIB
 

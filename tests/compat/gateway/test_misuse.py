@@ -29,10 +29,13 @@ from tests.compat.gateway.wire import (
     UINT8,
     Client,
     header,
+    key,
     put,
 )
 
 pytestmark = pytest.mark.servers
+
+MIB = 1 << 20
 
 MALFORMED_KEYS = [
     b"", b"model", b"m@1@0@ab", b"@1@0@ab@half", b"m@1@0@@half", b"m@1@0@~@half",
@@ -255,19 +258,6 @@ def test_a_slow_tier_holds_up_only_those_who_ask_it(
     assert client.receive(72) == FAILED + SUCCEEDED
 
 
-MIB = 1 << 20
-
-
-def key(number: int) -> str:
-    return f"m@1@0@{number:04x}@half"
-
-
-@contextlib.contextmanager
-def clients(serving: Serving, count: int) -> Iterator[list[Client]]:
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(serving.client()) for _ in range(count)]
-
-
 @pytest.mark.parametrize("how", ["writers", "readers"])
 def test_slow_clients_that_hold_all_room_lose_it(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "REQUEST_TIMEOUT_S", 2.0)
@@ -275,7 +265,7 @@ def test_slow_clients_that_hold_all_room_lose_it(how: str, monkeypatch: pytest.M
     with (
         Serving(DictTier(), buffer_bytes=64 * MIB) as serving,
         serving.client() as good,
-        clients(serving, 4) as slow,
+        serving.clients(4) as slow,
     ):
         good.put(KEY, payload)
         assert good.exists(KEY)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.compat.gateway.serving import DictTier, Serving
-from tests.compat.gateway.wire import GET, KEY, PUT, SUCCESS, header
+from tests.compat.gateway.wire import GET, KEY, PUT, SUCCESS, header, key
 from tests.servers import RedisServer
 
 pytestmark = pytest.mark.servers
@@ -38,15 +38,14 @@ def test_whatever_a_request_says_is_in_the_reply(
     with Serving(None, **settings) as serving, serving.client() as client:
         for number, (length, fmt, dtype, shape) in enumerate(FORMS):
             payload = random.Random(number).randbytes(length)
-            key = f"m@1@0@{number:x}@half"
-            said = header(PUT, key, length, fmt, dtype, shape, location=number % 3)
+            said = header(PUT, key(number), length, fmt, dtype, shape, location=number % 3)
             client.send(said + payload)
-            client.send(header(GET, key, location=(number + 1) % 3))
+            client.send(header(GET, key(number), location=(number + 1) % 3))
             assert client.reply() == (SUCCESS, length, fmt, dtype, shape, 0)
             assert client.receive(length) == payload
         client.send(header(PUT, "m@1@0@ff@half"))
         assert not client.exists("m@1@0@ff@half"), "tiers have no chunks of no bytes"
-        assert client.list() == {f"m@1@0@{n:x}@half" for n in range(len(FORMS))}
+        assert client.list() == {*map(key, range(len(FORMS)))}
 
 
 def test_a_write_that_hangs_holds_up_no_client() -> None:

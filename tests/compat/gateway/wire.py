@@ -34,6 +34,10 @@ def header(
     )
 
 
+def key(number: int) -> str:
+    return f"m@1@0@{number:04x}@half"
+
+
 def put(key: str, payload: bytes, **more: int) -> bytes:
     """A PUT of bytes as one row of uint8."""
     return header(PUT, key, len(payload), KV_2LTD, UINT8, (len(payload), 0, 0, 0)) + payload
