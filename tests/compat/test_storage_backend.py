@@ -27,7 +27,7 @@ from lmcache_redis.compat.storage_backend import (
     LMCPipelinedRemoteBackend,
     LMCRemoteBackend,
 )
-from lmcache_redis.errors import ConfigError, FormatError
+from lmcache_redis.errors import ConfigError
 from tests.objects.samples import FLUSH_S, same, tensor_of
 from tests.servers import RedisServer
 from tests.topologies import running_sentinel
@@ -215,16 +215,6 @@ def test_an_iterator_keeps_its_backend_open(make: MakeFacade) -> None:
 def test_settings_that_cannot_be_honoured(kind: str, changes: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         made(kind, **changes)
-
-
-def test_what_is_no_chunk(make: MakeFacade) -> None:
-    backend = make("local")
-    layers: Any = ((torch.zeros(1), torch.zeros(1)),)
-    with pytest.raises(FormatError, match="one dense tensor, not a tuple"):
-        backend.put(engine_key(1), layers)
-    with pytest.raises(FormatError, match="has no model_name"):
-        backend.put("vllm@org/model@1@0@ab", chunk_of(1))
-    assert backend.list() == []
 
 
 def test_the_environment_names_the_seal_keys(

@@ -9,24 +9,10 @@ from lmcache_redis.errors import ConfigError
 from tests.cache.disk.directory import FILE_BYTES
 from tests.objects.conftest import OpenDisk
 from tests.objects.samples import (
-    FLUSH_S,
     fill,
     held,
     key_of,
-    tensor_of,
 )
-
-
-def test_a_chunk_over_the_limit_is_not_stored(open_disk: OpenDisk) -> None:
-    tier = open_disk(4 * FILE_BYTES)
-    fill(tier, range(4))
-    for blocking in (True, False):
-        too_large = tensor_of(1, (4 * FILE_BYTES - 4096 + 1,))
-        tier.put(key_of(0), too_large, blocking)
-        tier.flush(FLUSH_S)
-    assert held(tier) == [1, 2, 3], "a put that fails removes the previous chunk"
-    assert tier.put(key_of(0), too_large[:-1])
-    assert held(tier) == [0]
 
 
 def test_layouts_share_a_directory_and_its_limit(open_disk: OpenDisk) -> None:
