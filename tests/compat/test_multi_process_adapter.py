@@ -328,12 +328,6 @@ class TestLookups:
         with pytest.raises(ValueError, match="request 'b' has no lookup"):
             pair.scheduler.check_lookup_result("b")
 
-    def test_only_whole_chunks(self, pair: Pair) -> None:
-        store(pair.worker, "a", op_of(range(4), HASHES[:4]))
-        assert lookup(pair.scheduler, "b", HASHES[:7]) == CHUNK
-        assert lookup(pair.scheduler, "c", HASHES[:3]) == 0
-        assert lookup(pair.scheduler, "d", None, token_ids=TOKENS[: CHUNK - 1]) == 0
-
     def test_a_salt_keeps_equal_tokens_apart(self, pair: Pair) -> None:
         salts: list[str | bytes] = ["", "tenant", b"lora 7"]
         tokens, names = TOKENS[:CHUNK], ["a", "b", "c"]
