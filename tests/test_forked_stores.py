@@ -112,27 +112,6 @@ def test_asyncio(server: RedisServer) -> None:
     assert asyncio.run(main()) == b"of the parent"
 
 
-class Stored(torch.utils.data.Dataset[torch.Tensor]):
-    def __init__(self, store: KVStore) -> None:
-        self.store = store
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        found = self.store.get(f"t{index}")
-        assert found is not None
-        return found
-
-
-def test_workers_of_a_data_loader(store: KVStore) -> None:
-    store.put_many({f"t{n}": torch.full((3,), n) for n in range(8)})
-    loader = torch.utils.data.DataLoader(
-        Stored(store), batch_size=None, num_workers=2, multiprocessing_context="fork"
-    )
-    assert [int(each[0]) for each in loader] == list(range(8))
-
-
 def test_backends_and_planes_say_what_to_do_at_once(server: RedisServer) -> None:
     backend, plane = ChunkBackend([in_redis(server.url)]), RedisPlane(RedisOptions(server.url))
     plane.start()

@@ -26,60 +26,31 @@ def test_the_documented_calls() -> None:
         local_rank=1,
     )
     assert kv_rank == 0x08050401
-    key = ObjectKey(
-        chunk_hash=b"\x00\x01\x02\x03",
-        model_name="llama-7b",
-        kv_rank=kv_rank,
-    )
-    assert (key.chunk_hash, key.model_name, key.kv_rank) == (
-        b"\x00\x01\x02\x03",
-        "llama-7b",
-        kv_rank,
-    )
-    assert {key: 1}[ObjectKey(b"\x00\x01\x02\x03", "llama-7b", kv_rank)] == 1
+    key = ObjectKey(chunk_hash=b"\x00\x01", model_name="llama-7b", kv_rank=kv_rank)
+    assert (key.chunk_hash, key.model_name, key.kv_rank) == (b"\x00\x01", "llama-7b", kv_rank)
+    assert {key: 1}[ObjectKey(b"\x00\x01", "llama-7b", kv_rank)] == 1
     with pytest.raises(AttributeError):
         key.kv_rank = 0  # type: ignore[misc]
-    layout = MemoryLayoutDesc(
-        shapes=[torch.Size([2, 32, 128])],
-        dtypes=[torch.float16],
-    )
-    assert layout.shapes == [torch.Size([2, 32, 128])]
-    assert layout.dtypes == [torch.float16]
     ipc_key_list = [
         IPCCacheEngineKey(model_name="m", world_size=2, worker_id=1, chunk_hash=b"a"),
-        IPCCacheEngineKey(model_name="m", world_size=3, worker_id=None, chunk_hash=b"b"),
+        IPCCacheEngineKey(model_name="m", world_size=16, worker_id=None, chunk_hash=b"b"),
     ]
-    storage_keys = ipc_keys_to_object_keys(ipc_key_list)
-    assert storage_keys == ipc_keys_to_object_keys(ipc_keys=ipc_key_list)
-    assert storage_keys == [
+    assert ipc_keys_to_object_keys(ipc_keys=ipc_key_list) == [
         ObjectKey(b"a", "m", ObjectKey.ComputeKVRank(2, 1, 2, 1)),
-        *(ObjectKey(b"b", "m", ObjectKey.ComputeKVRank(3, w, 3, w)) for w in range(3)),
+        *(ObjectKey(b"b", "m", ObjectKey.ComputeKVRank(16, w, 16, w)) for w in range(16)),
     ]
     assert ObjectKey.Bytes2IntHash(ObjectKey.IntHash2Bytes(1 << 40)) == 1 << 40
     assert ipc_keys_to_object_keys([]) == []
+    assert ObjectKey is keys.ObjectKey
 
 
-def test_worlds_of_more_than_eight_workers() -> None:
-    key = IPCCacheEngineKey(model_name="m", world_size=16, worker_id=None, chunk_hash=b"h")
-    ranks = [each.kv_rank for each in ipc_keys_to_object_keys([key])]
-    assert ranks == [0x1000_1000 | w << 16 | w for w in range(16)]
-    assert ranks == [ObjectKey.ComputeKVRank(16, w, 16, w) for w in range(16)]
-
-
-def test_a_key_with_token_ids_is_refused() -> None:
-    key = IPCCacheEngineKey("m", 1, 0, token_ids=(1, 2), end=2)
+def test_what_names_no_chunk_is_refused() -> None:
+    by_tokens = IPCCacheEngineKey("m", 1, 0, token_ids=(1, 2), end=2)
     with pytest.raises(FormatError, match="until the tokens are hashed"):
-        ipc_keys_to_object_keys(ipc_keys=[key])
-
-
-def test_what_is_no_key_is_refused() -> None:
+        ipc_keys_to_object_keys([by_tokens])
     for value in (ObjectKey(b"a", "m", 1), "key", None):
         with pytest.raises(FormatError, match="an IPCCacheEngineKey is converted, not"):
             ipc_keys_to_object_keys([value])  # type: ignore[list-item]
-
-
-def test_the_key_is_that_of_the_package() -> None:
-    assert ObjectKey is keys.ObjectKey
 
 
 class TestMemoryLayoutDesc:

@@ -24,38 +24,9 @@ from lmcache_redis.errors import FormatError
 SHA = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 
 
-@dataclass
-class KeyOfAnEngine:
-    """As `lmcache.utils.CacheEngineKey` was when the storage backends were documented."""
-
-    fmt: str
-    model_name: str
-    world_size: int
-    worker_id: int
-    chunk_hash: str
-
-
-@dataclass
-class LaterKey:
-    """As it is in later releases: no fmt, but a dtype."""
-
-    model_name: str
-    world_size: int
-    worker_id: int
-    chunk_hash: int
-    dtype: torch.dtype
-    request_configs: dict[str, str] | None = None
-    tags: tuple[tuple[str, str], ...] | None = None
-
-
-@dataclass
-class LayerKey(KeyOfAnEngine):
-    layer_id: int
-
-
 @dataclass(frozen=True)
 class KeyFields:
-    """Every field that a key of some version has."""
+    """Every field that a key of some version has. It is no class of ours."""
 
     fmt: str | None
     model_name: str
@@ -147,8 +118,11 @@ def test_a_longer_hash_is_digested(chunk_hash: str | bytes | int) -> None:
 
 
 def test_keys_of_a_list_have_lmcaches_classes() -> None:
-    old, layer = KeyOfAnEngine("vllm", "m", 1, 0, SHA), LayerKey("vllm", "m", 1, 0, SHA, 3)
-    later = LaterKey("m", 1, 0, -1234567890123456789, torch.bfloat16)
+    """Of objects that have the fields of one version, and no others."""
+    fields = {"model_name": "m", "world_size": 1, "worker_id": 0}
+    old = SimpleNamespace(fmt="vllm", chunk_hash=SHA, **fields)
+    layer = SimpleNamespace(**vars(old), layer_id=3)
+    later = SimpleNamespace(chunk_hash=-1234567890123456789, dtype=torch.bfloat16, **fields)
     assert [engine_key_of(object_key_of(each)) for each in (old, layer, later)] == [
         CacheEngineKey("vllm", "m", 1, 0, SHA),
         LayerCacheEngineKey("vllm", "m", 1, 0, SHA, layer_id=3),
@@ -194,7 +168,7 @@ def test_an_object_key_stands_for_itself(object_key: ObjectKey) -> None:
         (key(chunk_hash="\ud800"), "UTF-8 cannot encode"),
         (key(dtype="float12"), "unknown dtype"),
         (key(layer_id=-1), "layer_id is -1"),
-        (LaterKey("m", 1, 0, 1, torch.half, tags=(("user", "a"),)), "a key with tags"),
+        (SimpleNamespace(**vars(key()), tags=(("user", "a"),)), "a key with tags"),
     ],
 )
 def test_what_is_no_key(wrong: Any, what: str) -> None:

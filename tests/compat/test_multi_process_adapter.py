@@ -4,19 +4,16 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import zmq
 
-from lmcache_redis import messages as m
-from lmcache_redis import transport
 from lmcache_redis.client.control import AgentUnreachable
 from lmcache_redis.compat import multi_process_adapter as adapters
 from lmcache_redis.compat.multi_process_adapter import (
@@ -33,51 +30,52 @@ from tests.compat.adapters import (
     CHUNK,
     HASHES,
     MODEL,
+    NO_CONTEXT,
     TOKENS,
     Pair,
     assert_moved,
     caches,
     copied,
     finished_retrieves,
+    load,
     looked_up,
+    lookup,
+    op_of,
+    scheduler_of,
+    store,
+    worker_of,
 )
 from tests.harness import AgentServer, block_hashes, wait_until
 from tests.servers import RedisServer
 
 
 @pytest.fixture
-def context() -> Iterator[zmq.Context[Any]]:
-    with zmq.Context() as context:
-        yield context
+def pair(agent: AgentServer) -> Iterator[Pair]:
+    pair = Pair(agent)
+    yield pair
+    pair.close()
 
 
 @pytest.fixture
-def pair(agent: AgentServer, context: zmq.Context[Any]) -> Iterator[Pair]:
-    pair = Pair(agent, context)
-    yield pair
-    pair.worker.shutdown()
-    pair.scheduler.shutdown()
+def worker(agent: AgentServer) -> Iterator[LMCacheMPWorkerAdapter]:
+    worker = worker_of(agent)
+    yield worker
+    worker.shutdown()
 
 
 def every_documented_call(server_url: str, device: str, new_event: Callable[[], Any]) -> None:
     """Every call that the page documents, as a caller of the originals makes it."""
     context = zmq.Context()
-    scheduler = LMCacheMPSchedulerAdapter(
-        server_url=server_url,
-        context=context,
-        model_name=MODEL,
-        world_size=1,
-        kv_rank=0,
-        vllm_block_size=BLOCK,
-    )
-    worker = LMCacheMPWorkerAdapter(
-        server_url=server_url,
-        context=context,
-        model_name=MODEL,
-        world_size=1,
-        kv_rank=0,
-        vllm_block_size=BLOCK,
-    )
+    arguments: dict[str, Any] = {
+        "server_url": server_url,
+        "context": context,
+        "model_name": MODEL,
+        "world_size": 1,
+        "kv_rank": 0,
+        "vllm_block_size": BLOCK,
+    }
+    scheduler = LMCacheMPSchedulerAdapter(**arguments)
+    worker = LMCacheMPWorkerAdapter(**arguments)
     assert scheduler.num_blocks_per_chunk() == worker.num_blocks_per_chunk() == CHUNK // BLOCK
     kv_caches = caches(device)
     worker.register_kv_caches(kv_caches)
@@ -117,15 +115,15 @@ def every_documented_call(server_url: str, device: str, new_event: Callable[[], 
     scheduler.end_session("c")
     scheduler.end_session("d")
 
-    worker.shutdown()
+    assert worker.shutdown() is True
     scheduler.shutdown()
     context.term()
 
 
 def test_every_documented_call(agent: AgentServer) -> None:
     every_documented_call(agent.endpoint, "cpu", lambda: None)
+    assert agent.status()["engines"] == [], "the memory is unmapped when the worker has ended"
     wait_until(lambda: agent.status()["sessions"] == 0, what="ended sessions")
-    wait_until(lambda: agent.status()["engines"] == [], what="unmapped memory")
 
 
 @pytest.mark.cuda
@@ -142,40 +140,30 @@ def test_every_documented_call_on_a_gpu(agent: AgentServer) -> None:
 
 
 class TestConstruction:
-    def test_the_chunk_size_is_known_at_once(
-        self, agent: AgentServer, context: zmq.Context[Any]
-    ) -> None:
-        scheduler = LMCacheMPSchedulerAdapter(agent.endpoint, context, MODEL, 2, 1, BLOCK)
-        assert (scheduler.num_blocks_per_chunk(), scheduler.blocks_in_chunk) == (4, 4)
-        assert scheduler.chunk_size == CHUNK
+    def test_the_chunk_size_is_known_at_once(self, agent: AgentServer) -> None:
+        """In whole blocks."""
+        context = zmq.Context()
+        scheduler = LMCacheMPSchedulerAdapter(agent.endpoint, context, MODEL, 2, 1, 48)
+        assert (scheduler.num_blocks_per_chunk(), scheduler.blocks_in_chunk) == (2, 2)
+        assert scheduler.chunk_size == 96
         assert (scheduler.model_name, scheduler.world_size, scheduler.worker_id) == (MODEL, 2, 1)
         context.term()  # ends at once, although the adapter is open
         assert scheduler.link.online
         scheduler.shutdown()
 
-    def test_chunks_are_rounded_up_to_whole_blocks(
-        self, agent: AgentServer, context: zmq.Context[Any]
-    ) -> None:
-        scheduler = LMCacheMPSchedulerAdapter(agent.endpoint, context, MODEL, 1, 0, 48)
-        assert (scheduler.num_blocks_per_chunk(), scheduler.chunk_size) == (2, 96)
-        scheduler.shutdown()
+    def test_without_an_agent(self, tmp_path: Path) -> None:
+        nowhere: Any = SimpleNamespace(endpoint=f"ipc://{tmp_path}/no.sock")
+        told = f"lmcache-redis agent --endpoint {nowhere.endpoint}"
+        with pytest.raises(AgentUnreachable, match=told):
+            worker_of(nowhere, timeout_s=0.3)
 
-    @pytest.mark.parametrize("adapter", [LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter])
-    def test_without_an_agent(
-        self, adapter: Any, tmp_path: Path, context: zmq.Context[Any]
-    ) -> None:
-        endpoint = f"ipc://{tmp_path}/no.sock"
-        with pytest.raises(AgentUnreachable, match=f"lmcache-redis agent --endpoint {endpoint}"):
-            adapter(endpoint, context, MODEL, 1, 0, BLOCK, timeout_s=0.3)
-
-    def test_an_agent_that_cannot_be_used(self, tmp_path: Path, context: zmq.Context[Any]) -> None:
+    def test_an_agent_that_cannot_be_used(self, tmp_path: Path) -> None:
+        """Nobody waits for one."""
         tmp_path.chmod(0o777)
-        began_s = time.monotonic()
+        refusing: Any = SimpleNamespace(endpoint=f"ipc://{tmp_path}/a.sock")
         with pytest.raises(AgentUnreachable, match="others can write to"):
-            LMCacheMPSchedulerAdapter(f"ipc://{tmp_path}/a.sock", context, MODEL, 1, 0, BLOCK)
-        assert time.monotonic() - began_s < adapters.TIMEOUT_S / 2
+            scheduler_of(refusing, timeout_s=1e6)
 
-    @pytest.mark.parametrize("adapter", [LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter])
     @pytest.mark.parametrize(
         ("changes", "error", "reason"),
         [
@@ -190,37 +178,22 @@ class TestConstruction:
         ],
     )
     def test_wrong_arguments(
-        self,
-        adapter: Any,
-        changes: dict[str, Any],
-        error: type[Exception],
-        reason: str,
-        context: zmq.Context[Any],
+        self, changes: dict[str, Any], error: type[Exception], reason: str
     ) -> None:
-        right: dict[str, Any] = {
-            "server_url": "ipc:///nowhere/agent.sock",
-            "context": context,
-            "model_name": MODEL,
-            "world_size": 1,
-            "kv_rank": 0,
-            "vllm_block_size": BLOCK,
-        }
+        right = {"server_url": "ipc:///nowhere/agent.sock", "context": NO_CONTEXT,
+                 "model_name": MODEL, "world_size": 1, "kv_rank": 0,
+                 "vllm_block_size": BLOCK}  # fmt: skip
         with pytest.raises(error, match=reason):
-            adapter(**right | changes)
+            LMCacheMPWorkerAdapter(**right | changes)
 
 
 class TestEngineId:
     def test_all_in_one_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(adapters, "parent_process", lambda: None)
-        ids = {
-            adapters.default_engine_id(MODEL, world_size, is_worker=is_worker)
-            for world_size in (1, 2)
-            for is_worker in (False, True)
-        }
-        assert len(ids) == 1
-        assert f"{os.getpid()}-" in ids.pop()
-        other = adapters.default_engine_id("other", 1, is_worker=False)
-        assert other not in ids
+        name = adapters.default_engine_id
+        (of_all,) = {name(MODEL, n, is_worker=of) for n in (1, 2) for of in (False, True)}
+        assert of_all.startswith(f"{os.getpid()}-")
+        assert name("other", 1, is_worker=False) != of_all
 
     def test_workers_that_the_scheduler_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As in vLLM: several workers are children; a single one runs beside the scheduler."""
@@ -231,32 +204,19 @@ class TestEngineId:
         assert name(MODEL, 2, is_worker=False).startswith(f"{os.getpid()}-")
         assert name(MODEL, 1, is_worker=True) == name(MODEL, 1, is_worker=False)
 
-    def test_the_variable_decides(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("LMCACHE_REDIS_ENGINE_ID", "engine 7")
-        monkeypatch.setattr(adapters, "default_engine_id", lambda *_, **__: "made up")
+    def test_the_variable_decides(
+        self, agent: AgentServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def named(engine_id: str | None) -> tuple[str, bool]:
+            scheduler = scheduler_of(agent, engine_id=engine_id)
+            scheduler.shutdown()
+            return scheduler.link._hello.engine_id, scheduler.link._hello.unnamed
 
-        class Client:
-            def __init__(self, **named: Any) -> None:
-                self.named = named["engine_id"], named["unnamed"]
-                self.link = SimpleNamespace(
-                    online=True,
-                    wait_for=lambda *_: True,
-                    welcome=SimpleNamespace(chunk_size_tokens=CHUNK),
-                )
-
-        class Adapter(adapters.AdapterOfEngine, Client):  # type: ignore[misc]
-            pass
-
-        def named(engine_id: str | None) -> Any:
-            one = Adapter(
-                "ipc:///tmp/a", cast("Any", None), MODEL, 1, 0, BLOCK, engine_id=engine_id
-            )
-            return one.named
-
+        monkeypatch.setenv(adapters.ENGINE_ID_VARIABLE, "engine 7")
         assert named(None) == ("engine 7", False)
         assert named("8") == ("8", False)
-        monkeypatch.delenv("LMCACHE_REDIS_ENGINE_ID")
-        assert named(None) == ("made up", True)
+        monkeypatch.delenv(adapters.ENGINE_ID_VARIABLE)
+        assert named(None) == (adapters.default_engine_id(MODEL, 1, is_worker=False), True)
 
 
 class TestNamesakes:
@@ -266,7 +226,6 @@ class TestNamesakes:
     def test_both_store_and_load(
         self,
         agent: AgentServer,
-        context: zmq.Context[Any],
         name: str | None,
         schedulers: int,
         caplog: pytest.LogCaptureFixture,
@@ -275,47 +234,34 @@ class TestNamesakes:
 
         Or two engines of one model in one process, or of one name.
         """
-        made = [
-            LMCacheMPSchedulerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK, engine_id=name)
-            for _ in range(schedulers)
-        ]
-        workers = [
-            LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK, engine_id=name)
-            for _ in range(2)
-        ]
-        memory = [caches(), caches()]
-        for worker, each in zip(workers, memory, strict=True):
-            worker.register_kv_caches(each)
+        pairs = [Pair(agent, engine_id=name) for _ in range(2)]
+        if schedulers == 1:
+            pairs[1].scheduler.shutdown()
+            pairs[1].scheduler = pairs[0].scheduler
         hashes = [block_hashes(f"worker {n}", 4) for n in range(2)]
-        for n, worker in enumerate(workers):
-            worker.submit_store_request(f"a{n}", LoadStoreOp(range(4), None, hashes[n]))
-            wait_until(lambda worker=worker, n=n: f"a{n}" in worker.get_finished({f"a{n}"})[0])
+        for n, pair in enumerate(pairs):
+            store(pair.worker, f"a{n}", op_of(range(4), hashes[n]))
         assert agent.counter("gathered_chunks") == 2
-        for n, scheduler in enumerate(made * (2 // schedulers)):
+        for n, pair in enumerate(pairs):
             for number in range(2):
-                scheduler.maybe_submit_lookup_request(f"b{n}{number}", hashes[number])
-                assert looked_up(scheduler, f"b{n}{number}") == CHUNK
+                assert lookup(pair.scheduler, f"b{n}{number}", hashes[number]) == CHUNK
         # Each request is loaded by both, as by the ranks of one engine.
-        for n, (worker, each) in enumerate(zip(workers, memory, strict=True)):
-            for number, source in enumerate(memory):
-                before = copied(each)
-                op = LoadStoreOp(range(8, 12), None, hashes[number])
-                worker.submit_retrieve_request(f"b{n}{number}", op)
-                finished_retrieves(worker, f"b{n}{number}")
-                assert worker.get_block_ids_with_load_errors() == set()
-                for layer, tensor in each.items():
-                    expected = before[layer].clone()
-                    expected[:, 8:12] = source[layer][:, :4]
-                    assert torch.equal(tensor, expected)
+        for n, pair in enumerate(pairs):
+            for number, source in enumerate(pairs):
+                before = copied(pair.caches)
+                load(pair.worker, f"b{n}{number}", op_of(range(8, 12), hashes[number]))
+                assert pair.worker.get_block_ids_with_load_errors() == set()
+                for layer, tensor in pair.caches.items():
+                    before[layer][:, 8:12] = source.caches[layer][:, :4]
+                    assert torch.equal(tensor, before[layer])
         assert len(agent.status()["engines"]) == 2
         assert "lost the agent" not in caplog.text
-        for each in (*workers, *made):
-            each.shutdown()
+        for pair in pairs:
+            pair.close()
 
 
 class TestRegistration:
-    def test_blocks_are_counted(self, agent: AgentServer, context: zmq.Context[Any]) -> None:
-        worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
+    def test_blocks_are_counted(self, worker: LMCacheMPWorkerAdapter) -> None:
         for shape in (
             (2, BLOCKS, BLOCK, 2, 8),  # K and V outside
             (BLOCKS, 2, BLOCK, 2, 8),  # inside
@@ -326,12 +272,8 @@ class TestRegistration:
             assert worker.ready  # the agent has mapped the memory when the call returns
             (layout,) = worker._memory.layouts
             assert (layout.num_blocks, layout.dtype) == (BLOCKS, "float32")
-        worker.shutdown()
 
-    def test_tensors_that_do_not_say_enough(
-        self, agent: AgentServer, context: zmq.Context[Any]
-    ) -> None:
-        worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
+    def test_tensors_that_do_not_say_enough(self, worker: LMCacheMPWorkerAdapter) -> None:
         one = torch.zeros(8, BLOCK, 4)
         wrong: list[tuple[Any, type[Exception], str]] = [
             ({}, ValueError, "KV caches with \\[\\] blocks"),
@@ -351,14 +293,11 @@ class TestRegistration:
         worker.register_kv_caches(said, num_blocks=2, dtype="float32")
         assert worker.ready
         assert worker.kv_caches is said
-        worker.shutdown()
 
-    def test_an_agent_that_refuses_the_memory(
-        self, tmp_path: Path, server: RedisServer, context: zmq.Context[Any]
-    ) -> None:
+    def test_an_agent_that_refuses_the_memory(self, tmp_path: Path, server: RedisServer) -> None:
         small = {"pool_bytes": 4 << 20, "slot_bytes": 1 << 20}
         with AgentServer(tmp_path / "agent", server.unix_url, **small) as agent:
-            worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
+            worker = worker_of(agent)
             with pytest.raises(DeviceError, match="does not fit the host pool"):
                 worker.register_kv_caches({"a": torch.zeros(8, BLOCK, 1 << 15)})
             worker.register_kv_caches(caches())
@@ -366,52 +305,38 @@ class TestRegistration:
             worker.shutdown()
 
     def test_an_agent_that_does_not_answer(
-        self, agent: AgentServer, context: zmq.Context[Any]
+        self, agent: AgentServer, worker: LMCacheMPWorkerAdapter
     ) -> None:
-        worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK, timeout_s=2.0)
+        worker._timeout_s = 0.5
         agent.stop()
         with pytest.raises(
-            DeviceError, match=r"has not mapped the KV cache of worker 0 within 2 s"
+            DeviceError, match=r"has not mapped the KV cache of worker 0 within 0.5 s"
         ):
             worker.register_kv_caches(caches())
         agent.cont()
         wait_until(lambda: worker.ready)
-        worker.shutdown()
-
-    def test_a_hit_of_other_weights_is_not_loaded(self, pair: Pair) -> None:
-        pair.store("a", HASHES, range(8))
-        assert pair.lookup("b", block_hashes=HASHES) == 2 * CHUNK
-        pair.worker.register_kv_caches(pair.caches, identity={"revision": "2"})
-        before = copied(pair.caches)
-        pair.worker.submit_retrieve_request("b", LoadStoreOp(list(range(8, 16)), None, HASHES))
-        finished_retrieves(pair.worker, "b")
-        assert_moved(pair.caches, before, {})
-        assert pair.worker.get_block_ids_with_load_errors() == set(range(8, 16))
 
 
 class TestLookups:
     def test_one_is_in_flight_for_a_request(self, pair: Pair) -> None:
-        pair.store("a", HASHES, range(8))
-        assert pair.lookup("b", block_hashes=HASHES) == 2 * CHUNK
-        assert pair.lookup("b", block_hashes=HASHES[:4]) == 2 * CHUNK  # ignored
+        store(pair.worker, "a", op_of(range(8)))
+        assert lookup(pair.scheduler, "b") == 2 * CHUNK
+        assert lookup(pair.scheduler, "b", HASHES[:4]) == 2 * CHUNK  # ignored
         pair.scheduler.cleanup_lookup_result("b")
-        assert pair.lookup("b", block_hashes=HASHES[:4]) == CHUNK
-
-    def test_only_whole_chunks(self, pair: Pair) -> None:
-        pair.store("a", HASHES[:4], range(4))
-        assert pair.lookup("b", block_hashes=HASHES[:7]) == CHUNK
-        assert pair.lookup("c", block_hashes=HASHES[:3]) == 0
-        assert pair.lookup("d", token_ids=TOKENS[: CHUNK - 1]) == 0
+        assert lookup(pair.scheduler, "b", HASHES[:4]) == CHUNK
+        pair.scheduler.end_session("b")
+        with pytest.raises(ValueError, match="request 'b' has no lookup"):
+            pair.scheduler.check_lookup_result("b")
 
     def test_a_salt_keeps_equal_tokens_apart(self, pair: Pair) -> None:
         salts: list[str | bytes] = ["", "tenant", b"lora 7"]
         tokens, names = TOKENS[:CHUNK], ["a", "b", "c"]
         ops = [LoadStoreOp(range(4 * n, 4 * n + 4), tokens, None, 0, CHUNK) for n in range(3)]
         for name, op, salt in zip(names, ops, salts, strict=True):
-            assert pair.lookup(f"before {name}", token_ids=tokens, cache_salt=salt) == 0
-            pair.worker.submit_store_request(name, op, None, cache_salt=salt)
-            wait_until(lambda name=name: name in pair.worker.get_finished({name})[0])
-            assert pair.lookup(f"after {name}", token_ids=tokens, cache_salt=salt) == CHUNK
+            of = {"token_ids": tokens, "cache_salt": salt}
+            assert lookup(pair.scheduler, f"before {name}", None, **of) == 0
+            store(pair.worker, name, op, cache_salt=salt)
+            assert lookup(pair.scheduler, f"after {name}", None, **of) == CHUNK
         before = copied(pair.caches)
         ids = [f"after {name}" for name in names]
         loads = [LoadStoreOp(range(b, b + 4), tokens, None, 0, CHUNK) for b in (20, 24, 28)]
@@ -420,60 +345,38 @@ class TestLookups:
         assert_moved(pair.caches, before, {n: 20 + n for n in range(12)})
 
     def test_wrong_arguments(self, pair: Pair) -> None:
+        """`test_load_store` has all of them."""
         scheduler = pair.scheduler
-        with pytest.raises(ValueError, match="exactly one"):
-            scheduler.maybe_submit_lookup_request("a")
-        with pytest.raises(ValueError, match="exactly one"):
-            scheduler.maybe_submit_lookup_request("a", HASHES, TOKENS)
         with pytest.raises(TypeError, match="pass token ids as token_ids"):
             scheduler.maybe_submit_lookup_request("a", TOKENS)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="block hashes cover the salt"):
             scheduler.maybe_submit_lookup_request("a", HASHES, cache_salt="s")
-        with pytest.raises(ValueError, match="request 'a' has no lookup"):
-            scheduler.check_lookup_result("a")
-
-    def test_an_ended_session_is_forgotten(self, pair: Pair, agent: AgentServer) -> None:
-        pair.store("a", HASHES, range(8))
-        assert pair.lookup("b", block_hashes=HASHES) == 2 * CHUNK
-        assert agent.status()["pool"]["pinned_slots"] > 0
-        pair.scheduler.end_session("b")
-        wait_until(lambda: agent.status()["pool"]["pinned_slots"] == 0, what="unpinned chunks")
-        with pytest.raises(ValueError, match="no lookup"):
-            pair.scheduler.check_lookup_result("b")
-
-    def test_a_lost_agent_is_a_miss_until_it_is_back(self, pair: Pair, agent: AgentServer) -> None:
-        pair.store("a", HASHES, range(8))
-        agent.wait_idle()
-        agent.kill()
-        wait_until(lambda: not pair.scheduler.link.online, what="a noticed loss")
-        assert pair.lookup("b", block_hashes=HASHES) == 0
-        assert pair.scheduler.num_blocks_per_chunk() == 4
-        agent.restart()
-        wait_until(lambda: pair.scheduler.link.online and pair.worker.ready)
-        assert pair.lookup("c", block_hashes=HASHES) == 2 * CHUNK
 
 
 class TestFinished:
     """Which requests are reported, and when."""
 
     def test_a_store_waits_for_the_engine(self, pair: Pair) -> None:
-        op = LoadStoreOp(list(range(4)), None, HASHES[:4])
-        pair.worker.submit_store_request("a", op, None)
-        (store,) = pair.worker._requests.stores["a"]
-        wait_until(lambda: store.call.done)
+        pair.worker.submit_store_request("a", op_of(range(4), HASHES[:4]), None)
+        (begun,) = pair.worker._requests.stores["a"]
+        wait_until(lambda: begun.call.done)
         assert pair.worker.get_finished(set()) == (set(), set())
         assert pair.worker.get_finished({"a"}) == ({"a"}, set())
 
     def test_the_engine_waits_for_a_store(self, pair: Pair, agent: AgentServer) -> None:
         agent.stop()  # the store stays in flight, until its lease ends
-        op = LoadStoreOp(list(range(4)), None, HASHES[:4])
-        pair.worker.submit_store_request("a", op, None)
+        pair.worker.submit_store_request("a", op_of(range(4), HASHES[:4]), None)
         assert pair.worker.get_finished({"a"}) == (set(), set())
         agent.cont()
         wait_until(lambda: pair.worker.get_finished(set()) == ({"a"}, set()))
 
-    def test_repeated_ids_are_reported_once(self, pair: Pair) -> None:
-        pair.worker.submit_store_request("a", LoadStoreOp([0, 1, 2, 3], None, HASHES[:4]), None)
+    def test_a_request_is_reported_once(self, pair: Pair, agent: AgentServer) -> None:
+        """With all its stores, one for each piece of its prefill, and although ids are repeated."""
+        for first in (0, 4):
+            op = op_of(range(first, first + 4), HASHES[first : first + 4])
+            pair.worker.submit_store_request("a", op, None)
+        assert len(pair.worker._requests.stores["a"]) == 2
+        wait_until(lambda: agent.counter("stores") == 2)
         reported = []
         wait_until(
             lambda: reported.extend(pair.worker.get_finished(["a", "b"])[0]) or "a" in reported
@@ -481,27 +384,8 @@ class TestFinished:
         for _ in range(3):
             assert pair.worker.get_finished({"a", "b"}) == (set(), set())
         assert sorted(reported) == ["a", "b"]
-
-    def test_several_stores_of_a_request_are_one(self, pair: Pair, agent: AgentServer) -> None:
-        """Prefill in pieces: a step stores the chunks that it has computed."""
-        for first in (0, 4):
-            op = LoadStoreOp(list(range(first, first + 4)), None, HASHES[first : first + 4])
-            pair.worker.submit_store_request("a", op, None)
-        wait_until(lambda: agent.counter("stores") == 2)
-        wait_until(lambda: pair.worker.get_finished({"a"}) == ({"a"}, set()))
-        assert pair.worker.get_finished({"a"}) == (set(), set())
-
-    def test_blocks_that_were_not_loaded(
-        self, pair: Pair, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        pair.store("a", HASHES[:4], range(4))
-        before = copied(pair.caches)
-        op = LoadStoreOp(list(range(8, 16)), None, HASHES)  # the second chunk is nowhere
-        pair.worker.submit_retrieve_request("b", op, None)
-        finished_retrieves(pair.worker, "b")
-        assert_moved(pair.caches, before, {n: 8 + n for n in range(4)})
-        assert pair.worker.get_block_ids_with_load_errors() == set(range(12, 16))
-        assert "request b: 4 blocks were not loaded" in caplog.text
+        pair.worker.get_finished(set())
+        assert pair.worker.get_finished({"b"}) == ({"b"}, set()), "another one with its id"
 
     def test_a_store_that_the_agent_refuses_is_logged(
         self, pair: Pair, caplog: pytest.LogCaptureFixture
@@ -511,23 +395,14 @@ class TestFinished:
             7: LoadStoreOp([0, 1, 2, 3], None, HASHES[:4]),
         }
         for request_id, op in requests.items():
-            pair.worker.submit_store_request(request_id, op, None)
-            wait_until(lambda name=request_id: name in pair.worker.get_finished({name})[0])
+            store(pair.worker, request_id, op)
             assert f"request {request_id} was not stored: " in caplog.text
 
-    def test_a_lookup_that_the_agent_refuses_is_logged(
-        self, pair: Pair, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        hashes = [b"h" * n for n in range(1, 9)]  # a chunk's name has one length
-        assert pair.lookup("a", block_hashes=hashes) == 0
-        assert "the lookup of request a failed: " in caplog.text
-
     def test_what_is_no_operation_starts_nothing(self, pair: Pair) -> None:
-        op = LoadStoreOp(list(range(4)), None, HASHES[:4])
         wrong: Any
         for wrong in ([0, 1, 2, 3], None):
             with pytest.raises(AttributeError):
-                pair.worker.batched_submit_store_requests(["a", "b"], [op, wrong], None)
+                pair.worker.batched_submit_store_requests(["a", "b"], [op_of(range(8)), wrong])
         assert pair.worker._requests.stores == {}
 
 
@@ -538,109 +413,51 @@ class TestPartialChunks:
     def test_whole_chunks_are_stored_and_loaded(
         self, pair: Pair, by_tokens: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
-        def op(first_block: int) -> LoadStoreOp:
-            blocks = list(range(first_block, first_block + 6))
+        def op(blocks: range) -> LoadStoreOp:
             if by_tokens:
                 return LoadStoreOp(blocks, TOKENS, None, 0, 90)
-            return LoadStoreOp(blocks, None, HASHES[:6])
+            return op_of(blocks, HASHES[:6])
 
-        pair.worker.submit_store_request("a", op(0), None)
-        wait_until(lambda: "a" in pair.worker.get_finished({"a"})[0])
+        store(pair.worker, "a", op(range(6)))
         assert "was not stored" not in caplog.text
-        names = {"token_ids": TOKENS[:90]} if by_tokens else {"block_hashes": HASHES[:6]}
-        assert pair.lookup("b", **names) == CHUNK
+        hashes, tokens = (None, TOKENS[:90]) if by_tokens else (HASHES[:6], None)
+        assert lookup(pair.scheduler, "b", hashes, token_ids=tokens) == CHUNK
         before = copied(pair.caches)
-        pair.worker.submit_retrieve_request("b", op(20), None)
-        finished_retrieves(pair.worker, "b")
+        load(pair.worker, "b", op(range(20, 26)))
         assert_moved(pair.caches, before, {n: 20 + n for n in range(4)})
         # An engine must not compute with blocks that it asked for and that were left out.
         assert pair.worker.get_block_ids_with_load_errors() == {24, 25}
         assert "request b: 2 blocks were not loaded" in caplog.text
 
-    def test_tokens_that_begin_within_a_chunk(self, pair: Pair, agent: AgentServer) -> None:
-        whole = LoadStoreOp(list(range(8)), TOKENS, None, 0, 2 * CHUNK)
-        pair.worker.submit_store_request("a", whole, None)
-        wait_until(lambda: "a" in pair.worker.get_finished({"a"})[0])
-        assert pair.lookup("b", token_ids=TOKENS) == 2 * CHUNK
-        before = copied(pair.caches)
-        op = LoadStoreOp(list(range(20, 26)), TOKENS, None, 32, 2 * CHUNK)
-        pair.worker.submit_retrieve_request("b", op, None)
-        finished_retrieves(pair.worker, "b")
-        assert_moved(pair.caches, before, {4 + n: 22 + n for n in range(4)})
-        assert pair.worker.get_block_ids_with_load_errors() == {20, 21}
-
     def test_less_than_a_chunk(self, pair: Pair, agent: AgentServer, caplog: Any) -> None:
         for op in (
-            LoadStoreOp([0, 1, 2], None, HASHES[:3]),
+            op_of(range(3), HASHES[:3]),
             LoadStoreOp([0, 1, 2], TOKENS, None, 0, 3 * BLOCK),
             LoadStoreOp([0, 1, 2, 3], TOKENS),  # as in the original, no tokens are named
         ):
-            pair.worker.submit_store_request("a", op, None)
-            wait_until(lambda: "a" in pair.worker.get_finished({"a"})[0])
-            pair.worker.get_finished(set())
+            store(pair.worker, "a", op)
         assert "was not stored" not in caplog.text
         assert agent.counter("gathered_chunks") == 0
 
 
 class TestBatches:
-    def counted(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        """How many stores and retrieves each message has that the worker sends."""
-        sent: list[int] = []
-        send = pair.worker.link._socket.send
-
-        def counting(frames: list[bytes]) -> bool:
-            questions = [transport.decode_question(each) for each in transport.split(frames)]
-            if isinstance(questions[0], (m.Store, m.Retrieve)):
-                sent.append(len(questions))
-            return send(frames)
-
-        monkeypatch.setattr(pair.worker.link._socket, "send", counting)
-        return sent
-
-    def test_a_batch_is_one_message(
-        self, pair: Pair, agent: AgentServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        names = ["a", "b", "c"]
-        stores = [
-            LoadStoreOp(list(range(4 * n, 4 * n + 4)), None, block_hashes(name, 4))
-            for n, name in enumerate(names)
-        ]
-        loads = [
-            LoadStoreOp(list(range(20 + 4 * n, 24 + 4 * n)), None, block_hashes(name, 4))
-            for n, name in enumerate(names)
-        ]
-        sent = self.counted(pair, monkeypatch)
-        pair.worker.batched_submit_store_requests(names, stores, None)
-        stored: set[str] = set()
-        wait_until(
-            lambda: stored.update(pair.worker.get_finished(set(names))[0]) or stored == set(names)
-        )
-        for name in names:
-            assert pair.lookup(f"load {name}", block_hashes=block_hashes(name, 4)) == CHUNK
-        before = copied(pair.caches)
-        ids = [f"load {name}" for name in names]
-        pair.worker.batched_submit_retrieve_requests(ids, loads, None)
-        finished_retrieves(pair.worker, *ids)
-        assert sent == [3, 3]
-        assert_moved(pair.caches, before, {n: 20 + n for n in range(12)})
-        agent.wait_idle()
-        assert agent.status()["pool"]["pinned_slots"] == 0  # each request gave back its pins
-
     def test_lists_of_different_lengths_start_nothing(self, pair: Pair) -> None:
-        op = LoadStoreOp(list(range(4)), None, HASHES[:4])
         for submit in (
             pair.worker.batched_submit_store_requests,
             pair.worker.batched_submit_retrieve_requests,
         ):
             with pytest.raises(ValueError, match="2 request ids, 1 operations"):
-                submit(["a", "b"], [op], None)
+                submit(["a", "b"], [op_of(range(8))], None)
             submit([], [], None)
         assert pair.worker.get_finished({"a"}) == ({"a"}, set())
 
     def test_the_stream_waits_for_the_event_once(
         self, pair: Pair, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """With memory that passes for a GPU's; the agent, which has none, refuses the tickets."""
+        """For a batch, which is one message (`tests/client/test_worker.py`).
+
+        With memory that passes for a GPU's; the agent, which has none, refuses the tickets.
+        """
         queued: list[str] = []
         stream = SimpleNamespace(cuda_stream=5)
 
@@ -655,9 +472,14 @@ class TestBatches:
         event: Any = SimpleNamespace(
             wait=lambda on: queued.append(f"event on {on.cuda_stream}"), synchronize=None
         )
-        ops = [LoadStoreOp(list(range(4)), None, block_hashes(str(n), 4)) for n in range(3)]
-        pair.worker.batched_submit_store_requests(["a", "b", "c"], ops, event)
-        assert queued == ["event on 5", "signal on 5"]
+        ops = [op_of(range(4), block_hashes(str(n), 4)) for n in range(3)]
+        for submit in (
+            pair.worker.batched_submit_store_requests,
+            pair.worker.batched_submit_retrieve_requests,
+        ):
+            queued.clear()
+            submit(["a", "b", "c"], ops, event)
+            assert queued == ["event on 5", "signal on 5"]
         with pytest.raises(ValueError, match="the KV cache is on a GPU"):
             pair.worker.submit_store_request("d", ops[0], None)
 
@@ -665,7 +487,7 @@ class TestBatches:
         self, pair: Pair, agent: AgentServer
     ) -> None:
         waited: list[str] = []
-        op = LoadStoreOp(list(range(4)), None, HASHES[:4])
+        op = op_of(range(4), HASHES[:4])
         # The second is as vLLM's placeholder for torch.Event.
         for method in ("wait", "record"):
             event: Any = SimpleNamespace(synchronize=lambda: waited.append("stored"))
@@ -675,14 +497,3 @@ class TestBatches:
         wait_until(lambda: agent.counter("gathered_chunks") == 1)
         with pytest.raises(TypeError, match=r"an event is a torch.cuda.Event, not bytes"):
             pair.worker.submit_retrieve_request("b", op, b"e" * 64)  # type: ignore[arg-type]
-
-
-class TestShutdown:
-    def test_the_memory_is_unmapped_when_it_returns(
-        self, agent: AgentServer, context: zmq.Context[Any]
-    ) -> None:
-        worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
-        worker.register_kv_caches(caches())
-        assert len(agent.status()["engines"]) == 1
-        assert worker.shutdown() is True
-        assert agent.status()["engines"] == []

@@ -114,14 +114,13 @@ class TestClientMetaMessage:
     @pytest.mark.parametrize(
         "changes",
         [
-            {"key": "no key"}, {"key": None}, {"key": 5}, {"command": 6}, {"length": -1},
-            {"fmt": 1}, {"dtype": torch.int64}, {"shape": torch.Size([1] * 5)},
-            {"location": "Elsewhere"}, {"location": ["LocalDiskBackend"]},
-            {"shape": None}, {"shape": 5},
+            {"key": "no key"}, {"key": None}, {"key": 5}, {"length": -1}, {"dtype": torch.int64},
+            {"shape": None}, {"shape": 5}, {"location": ["LocalDiskBackend"]},
             {"key": CacheEngineKey("m" * 150, 1, 0, 5, torch.half)},
         ],
     )  # fmt: skip
     def test_what_has_no_encoding_is_refused(self, changes: dict[str, Any]) -> None:
+        """`test_lm_wire` has all of it."""
         with pytest.raises(FormatError):
             replace(self.message, **changes)
 
@@ -151,13 +150,8 @@ class TestServerMetaMessage:
         assert type(again.shape) is torch.Size
         assert again.code is ServerReturnCode.SUCCESS
         assert (again.dtype, again.location) == (None, "LocalCPUBackend")
-
-    @pytest.mark.parametrize(
-        "changes", [{"code": 300}, {"length": 1 << 31}, {"location": "x"}, {"dtype": torch.bool}]
-    )
-    def test_what_has_no_encoding_is_refused(self, changes: dict[str, Any]) -> None:
         with pytest.raises(FormatError):
-            replace(self.message, **changes)
+            replace(self.message, code=300)  # type: ignore[arg-type]
 
 
 SHAPES = [torch.Size([2, 32, 16, 8]), torch.Size([4, 4])]
@@ -182,11 +176,8 @@ class TestRemoteMetadata:
 
     def test_what_follows_it_is_not_read(self) -> None:
         """As in LMCache's connectors: one buffer holds metadata and then the payload."""
-        buffer = bytearray(b"\xff" * 4096)
-        self.metadata.serialize_into(buffer)
-        assert RemoteMetadata.deserialize(buffer) == self.metadata
-        assert RemoteMetadata.deserialize(bytes(buffer)[:337]) == self.metadata
-        assert RemoteMetadata.deserialize(memoryview(buffer)) == self.metadata
+        for rest in (b"\xff", b"\xff" * 4096):
+            assert RemoteMetadata.deserialize(self.metadata.serialize() + rest) == self.metadata
         with pytest.raises(FormatError, match="followed by bytes that are not zero"):
             protocol.RemoteMetadata.deserialize(self.metadata.serialize() + b"x")
 
@@ -222,16 +213,14 @@ class TestRemoteMetadata:
             (3, [], []),
         ],
     )
-    @pytest.mark.parametrize("fmt", [MemoryFormat.KV_2LTD, MemoryFormat.BINARY])
     def test_its_fields_need_not_agree(
         self,
         length: int,
         shapes: list[torch.Size],
         dtypes: list[torch.dtype | None],
-        fmt: MemoryFormat,
     ) -> None:
         """LMCache's connectors count a header in the length, and pad shapes."""
-        metadata = RemoteMetadata(length, shapes, dtypes, fmt)
+        metadata = RemoteMetadata(length, shapes, dtypes, MemoryFormat.BINARY)
         buffer = bytearray(metadata.serialize())
         assert RemoteMetadata.deserialize(buffer) == metadata
         metadata.length += 176 if length < 1 << 62 else -176
@@ -239,12 +228,6 @@ class TestRemoteMetadata:
         again = RemoteMetadata.deserialize(buffer + b"rest")
         assert again == metadata
         assert (again.length, again.shapes, again.dtypes) == (metadata.length, shapes, dtypes)
-
-    def test_stored_chunks_are_checked(self) -> None:
-        fmt = MemoryFormat.KV_2LTD
-        for fields in ((4096, [(2, 4)], [torch.half]), (0, [(2, 4)], [None]), (0, [()], [None])):
-            with pytest.raises(FormatError):
-                protocol.RemoteMetadata.deserialize(RemoteMetadata(*fields, fmt).serialize())
 
     @pytest.mark.parametrize(
         "changes",

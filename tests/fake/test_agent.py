@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 import torch
 
 from tests.fake.server import FakeRedisServer
-from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.harness import AgentServer, Engine, block_hashes
 from tests.servers import stripe_keys
 
 pytestmark = pytest.mark.fake
@@ -69,20 +69,3 @@ def test_damaged_evicted_and_unknown_chunks_are_misses(
         assert hits["evicted"] < 128
         assert hits["unknown"] == 0
         assert agent.counter("miss_corrupt") == 1
-
-
-def test_an_agent_whose_server_goes_away_serves_its_pool(
-    tmp_path: Path, fake: FakeRedisServer
-) -> None:
-    hashes, later = block_hashes("a prompt", 8), block_hashes("another", 8)
-    agent = AgentServer(tmp_path / "agent", fake.url)
-    with agent, Engine(agent.endpoint) as engine:
-        engine.randomize(range(8))
-        engine.store("r1", hashes, range(8))
-        agent.wait_idle()
-        fake.stop()
-        wait_until(lambda: not agent.status()["redis"]["up"], what="Redis down")
-        assert engine.lookup("r2", hashes) == 128
-        assert engine.lookup("r3", later) == 0
-        engine.store("r3", later, range(8, 16))
-        assert engine.lookup("r4", later) == 128

@@ -5,49 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.errors import ConfigError
 from tests.cache.disk.directory import FILE_BYTES
 from tests.objects.conftest import OpenDisk
 from tests.objects.samples import (
-    FLUSH_S,
-    Buffers,
     fill,
-    get_raw,
     held,
     key_of,
-    metadata_of,
-    raw_of,
-    same,
-    tensor_of,
 )
-
-
-def test_a_chunk_over_the_limit_is_not_stored(open_disk: OpenDisk) -> None:
-    tier = open_disk(4 * FILE_BYTES)
-    fill(tier, range(4))
-    for blocking in (True, False):
-        too_large = tensor_of(1, (4 * FILE_BYTES - 4096 + 1,))
-        tier.put(key_of(0), too_large, blocking)
-        tier.flush(FLUSH_S)
-    assert held(tier) == [1, 2, 3], "a put that fails removes the previous chunk"
-    assert tier.put(key_of(0), too_large[:-1])
-    assert held(tier) == [0]
-
-
-def test_a_chunk_replaced_or_evicted_while_it_is_read_is_whole(open_disk: OpenDisk) -> None:
-    tier = open_disk(4 * FILE_BYTES)
-    fill(tier, range(4))
-    buffers = Buffers()
-
-    def meanwhile(metadata: RemoteMetadata) -> list[memoryview]:
-        fill(tier, range(10, 14))
-        assert tier.put(key_of(0), tensor_of(99, (200,)))
-        return buffers(metadata)
-
-    assert tier.get_bytes(key_of(0), meanwhile) == metadata_of(100)
-    assert buffers.data == raw_of(tensor_of(0, (100,)))
-    assert same(tier.get(key_of(0)), tensor_of(99, (200,)))
 
 
 def test_layouts_share_a_directory_and_its_limit(open_disk: OpenDisk) -> None:
@@ -61,16 +26,6 @@ def test_layouts_share_a_directory_and_its_limit(open_disk: OpenDisk) -> None:
     assert held(tier) == [1, 9]
     tier.close()
     assert held(open_disk(4 * FILE_BYTES)) == [2, 3]
-
-
-def test_close_stores_what_waits(open_disk: OpenDisk) -> None:
-    tier = open_disk(64 << 20)
-    for number in range(8):
-        assert tier.put(key_of(number), tensor_of(number, (1 << 20,)), blocking=False)
-    tier.close()
-    tier = open_disk(64 << 20)
-    for number in range(8):
-        assert get_raw(tier, key_of(number)) == raw_of(tensor_of(number, (1 << 20,)))
 
 
 def test_a_layout_is_a_fingerprint(open_disk: OpenDisk) -> None:

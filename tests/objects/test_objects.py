@@ -26,7 +26,6 @@ from lmcache_redis.tiers import (
     WriteOutcome,
 )
 from tests.cache.played import PlayedTier, World
-from tests.harness import wait_until
 
 STRIPE_BYTES = 1024
 KEEPS = 10_000
@@ -139,23 +138,25 @@ class Objects(World):
         self.loop.run_posted()
 
     def loaded_from(self, tier: PlayedTier, payload: bytes, key: ObjectKey = A) -> HeldChunk:
-        (found,) = self._described(tier, payload, key)
+        (found,) = self.found_in(tier, payload, key)
         loaded = self.load(key, found)
         self.end_read(tier, payload)
         (held,) = loaded
         assert held is not None
         return held
 
-    def _described(
-        self, tier: PlayedTier, payload: bytes, key: ObjectKey = A
-    ) -> list[Found | None]:
+    def found_in(self, tier: PlayedTier, payload: bytes, key: ObjectKey = A) -> list[Found | None]:
+        """What a `find` says of a tier that has it."""
         found = self.find(key)
         self.describe(tier, payload, key)
         return found
 
 
+Make = Callable[..., Objects]
+
+
 @pytest.fixture
-def make() -> Iterator[Callable[..., Objects]]:
+def make() -> Iterator[Make]:
     made: list[Objects] = []
 
     def make(*tiers: PlayedTier, **settings: Any) -> Objects:
@@ -174,9 +175,7 @@ def redis() -> PlayedTier:
 # ------------------------------------------------------------------ memory alone
 
 
-def test_a_put_is_found_with_its_metadata_and_cannot_be_written(
-    make: Callable[..., Objects],
-) -> None:
+def test_a_put_is_found_with_its_metadata_and_cannot_be_written(make: Make) -> None:
     objects = make()
     held = objects.reserve(b"abc")
     assert objects.in_memory(A) is None
@@ -194,7 +193,7 @@ def test_a_put_is_found_with_its_metadata_and_cannot_be_written(
 
 
 @pytest.mark.parametrize("change", ["replace", "remove", "evict"])
-def test_what_is_held_stays_whole(make: Callable[..., Objects], change: str) -> None:
+def test_what_is_held_stays_whole(make: Make, change: str) -> None:
     """At a size whose memory is reused."""
     size = 100_000
     objects = make(keeps=3 * size, capacity=100 * size)
@@ -213,7 +212,7 @@ def test_what_is_held_stays_whole(make: Callable[..., Objects], change: str) -> 
     objects.objects.release(held)
 
 
-def test_what_is_abandoned_leaves_nothing(make: Callable[..., Objects]) -> None:
+def test_what_is_abandoned_leaves_nothing(make: Make) -> None:
     objects = make()
     objects.put(A, b"old")
     objects.objects.abandon(objects.reserve(b"new"))
@@ -221,9 +220,7 @@ def test_what_is_abandoned_leaves_nothing(make: Callable[..., Objects]) -> None:
     assert objects.cache.pool.used == 3
 
 
-def test_more_than_may_stay_is_evicted_least_recently_used_first(
-    make: Callable[..., Objects],
-) -> None:
+def test_more_than_may_stay_is_evicted_least_recently_used_first(make: Make) -> None:
     objects = make()
     for number in range(4):
         assert objects.put(key_of(number), bytes(2500)) == [True]
@@ -236,11 +233,8 @@ def test_more_than_may_stay_is_evicted_least_recently_used_first(
     assert objects.in_memory(A) is None
 
 
-def test_where_nothing_stays_a_held_chunk_is_there(
-    make: Callable[..., Objects],
-) -> None:
-    tier = redis()
-    objects = make(tier, keeps=0)
+def test_where_nothing_stays_a_held_chunk_is_there(make: Make) -> None:
+    objects = make(tier := redis(), keeps=0)
     written = objects.put(A, b"abc")
     assert objects.in_memory(A) == b"abc"
     assert objects.end_write(tier) == b"abc"
@@ -249,7 +243,7 @@ def test_where_nothing_stays_a_held_chunk_is_there(
     assert objects.cache.pool.used == 0
 
 
-def test_no_room_beside_what_is_held(make: Callable[..., Objects]) -> None:
+def test_no_room_beside_what_is_held(make: Make) -> None:
     objects = make(capacity=1000)
     objects.put(A, bytes(600))
     held = objects.reserve(bytes(900))  # evicts
@@ -259,9 +253,8 @@ def test_no_room_beside_what_is_held(make: Callable[..., Objects]) -> None:
     objects.objects.abandon(held)
 
 
-def test_a_chunk_without_an_encoding_changes_nothing(make: Callable[..., Objects]) -> None:
-    tier = redis()
-    objects = make(tier)
+def test_a_chunk_without_an_encoding_changes_nothing(make: Make) -> None:
+    objects = make(tier := redis())
     objects.objects = ObjectCache(objects.cache, NAMES, 1, 5.0)
     objects.put(A, b"old")
     objects.end_write(tier)
@@ -273,9 +266,7 @@ def test_a_chunk_without_an_encoding_changes_nothing(make: Callable[..., Objects
 # ------------------------------------------------------------------ tiers
 
 
-def test_a_put_is_written_through_in_stripes(
-    make: Callable[..., Objects],
-) -> None:
+def test_a_put_is_written_through_in_stripes(make: Make) -> None:
     disk, below = PlayedTier("disk", {A_KEY}), redis()
     objects = make(disk, below)
     payload = bytes(range(250)) * 10
@@ -289,9 +280,7 @@ def test_a_put_is_written_through_in_stripes(
     assert objects.cache.pool.pinned == 0
 
 
-def test_a_tier_that_takes_no_chunk_forgets_the_one_before(
-    make: Callable[..., Objects],
-) -> None:
+def test_a_tier_that_takes_no_chunk_forgets_the_one_before(make: Make) -> None:
     disk, below = PlayedTier("disk", set()), redis()
     objects = make(disk, below)
     written = objects.put(A, b"abc")
@@ -305,10 +294,9 @@ def test_a_tier_that_takes_no_chunk_forgets_the_one_before(
     assert objects.counted("drop") == {"drop_redis_full": 1}
 
 
-def test_a_put_that_fails_removes_at_once_or_not_at_all(make: Callable[..., Objects]) -> None:
+def test_a_put_that_fails_removes_at_once_or_not_at_all(make: Make) -> None:
     """Others may store meanwhile."""
-    tier = redis()
-    objects = make(tier, keeps=0)
+    objects = make(tier := redis(), keeps=0)
     tier.is_up = False
     written = objects.put(A, b"abc")
     ((_, done),) = tier.removed
@@ -322,17 +310,7 @@ def test_a_put_that_fails_removes_at_once_or_not_at_all(make: Callable[..., Obje
     objects.objects.release(objects.loaded_from(tier, b"from another process"))
 
 
-def test_a_tier_that_is_down(make: Callable[..., Objects]) -> None:
-    tier = redis()
-    objects = make(tier, keeps=0)
-    tier.is_up = False
-    written = objects.put(A, b"abc")
-    assert tier.written == []
-    objects.end_removal(tier)
-    assert written == [False]
-
-
-def test_found_and_loaded_from_the_first_tier_that_has_it(make: Callable[..., Objects]) -> None:
+def test_found_and_loaded_from_the_first_tier_that_has_it(make: Make) -> None:
     disk, below = PlayedTier("disk", set()), redis()
     objects = make(disk, below)
     payload = bytes(range(250))
@@ -357,9 +335,8 @@ def test_found_and_loaded_from_the_first_tier_that_has_it(make: Callable[..., Ob
     assert objects.in_memory(A) == payload
 
 
-def test_nothing_is_found_that_is_not_ours(make: Callable[..., Objects]) -> None:
-    tier = redis()
-    objects = make(tier)
+def test_nothing_is_found_that_is_not_ours(make: Make) -> None:
+    objects = make(tier := redis())
     for frame in (
         None,
         ChunkNames(bytes(32)).frame(A, metadata_of(5), 5),
@@ -376,10 +353,9 @@ def test_nothing_is_found_that_is_not_ours(make: Callable[..., Objects]) -> None
     assert found == [None]
 
 
-def test_tiers_are_told_to_keep_what_memory_serves(make: Callable[..., Objects]) -> None:
-    """Now and then, in the stripes that they have; what one has lost is written again."""
-    tier = redis()
-    objects = make(tier)
+def test_tiers_are_told_to_keep_what_memory_serves(make: Make) -> None:
+    """Now and then, in the stripes that they have. What one has lost: `cache/test_keeping`."""
+    objects = make(tier := redis())
     objects.put(A, b"abc")
     objects.end_write(tier)
     objects.objects.release(objects.loaded_from(tier, b"x" * 250, B))
@@ -390,22 +366,14 @@ def test_tiers_are_told_to_keep_what_memory_serves(make: Callable[..., Objects])
     for _ in range(3):
         objects.in_memory(A)
     objects.in_memory(B)
-    for key, stripes, present in ((A_KEY, 1, False), (NAMES.chunk_key(B), 3, True)):
+    for key, stripes in ((A_KEY, 1), (NAMES.chunk_key(B), 3)):
         (chunks, done) = tier.refreshed.pop(0)
         assert chunks == [(key, stripes)], "of 100 bytes, as it was found"
-        done(ExistsResult(CallOutcome.DONE, [present]))
-    objects.loop.run_posted()
-    wait_until(lambda: objects.loop.run_due() and tier.refreshed)
-    (chunks, done) = tier.refreshed.pop()
-    assert chunks == [(A_KEY, 1)], "before a write"
-    done(ExistsResult(CallOutcome.DONE, [False]))
-    objects.loop.run_posted()
-    assert objects.end_write(tier) == b"abc"
+        done(ExistsResult(CallOutcome.DONE, [True]))
 
 
-def test_one_load_is_shared(make: Callable[..., Objects]) -> None:
-    tier = redis()
-    objects = make(tier)
+def test_one_load_is_shared(make: Make) -> None:
+    objects = make(tier := redis())
     found = [objects.find(A) for _ in range(5)]
     for _ in range(5):
         objects.describe(tier, b"abc")
@@ -420,11 +388,10 @@ def test_one_load_is_shared(make: Callable[..., Objects]) -> None:
     objects.describe(tier, None, B)
 
 
-def test_what_a_tier_lost_is_read_from_the_next_by_its_frame(make: Callable[..., Objects]) -> None:
+def test_what_a_tier_lost_is_read_from_the_next_by_its_frame(make: Make) -> None:
     disk, below = PlayedTier("disk", {A_KEY}), redis()
     objects = make(disk, below)
-    found = objects.find(A)
-    objects.describe(disk, b"abc")
+    found = objects.found_in(disk, b"abc")
     (first,) = found
     assert first is not None
     loaded = objects.load(A, first)
@@ -444,39 +411,34 @@ def check_loaded(objects: Objects, loaded: list[Any], payload: bytes, disk: Play
     objects.end_write(disk)
 
 
-def test_a_chunk_of_another_size_in_the_next_tier_is_a_miss(make: Callable[..., Objects]) -> None:
+def test_a_chunk_of_another_size_in_the_next_tier_is_a_miss(make: Make) -> None:
     disk, below = PlayedTier("disk", {A_KEY}), redis()
     objects = make(disk, below)
-    found = objects.find(A)
-    objects.describe(disk, b"abc")
+    found = objects.found_in(disk, b"abc")
     loaded = objects.load(A, found[0])
     disk.index = set()
     objects.end_read(disk, None)
     below.read_done(below.read.pop(), ReadOutcome.FOREIGN)
     objects.loop.run_posted()
     assert loaded == [None]
-    (found_below,) = objects._described(below, b"other")
+    (found_below,) = objects.found_in(below, b"other")
     loaded = objects.load(A, found_below)
     objects.end_read(below, b"other")
     check_loaded(objects, loaded, b"other", disk)
 
 
-def test_a_load_without_room_is_a_miss(make: Callable[..., Objects]) -> None:
-    tier = redis()
-    objects = make(tier, capacity=100)
-    found = objects.find(A)
-    objects.describe(tier, bytes(101))
+def test_a_load_without_room_is_a_miss(make: Make) -> None:
+    objects = make(tier := redis(), capacity=100)
+    found = objects.found_in(tier, bytes(101))
     assert objects.load(A, found[0]) == [None]
 
 
 # ------------------------------------------------------------------ nothing is undone
 
 
-def test_a_put_during_a_load_wins(make: Callable[..., Objects]) -> None:
-    tier = redis()
-    objects = make(tier)
-    found = objects.find(A)
-    objects.describe(tier, b"old")
+def test_a_put_during_a_load_wins(make: Make) -> None:
+    objects = make(tier := redis())
+    found = objects.found_in(tier, b"old")
     loaded = objects.load(A, found[0])
     (job,) = tier.read
     written = objects.put(A, b"new")
@@ -491,11 +453,9 @@ def test_a_put_during_a_load_wins(make: Callable[..., Objects]) -> None:
     assert objects.in_memory(A) == b"new"
 
 
-def test_a_removal_during_a_load_wins(make: Callable[..., Objects]) -> None:
-    tier = redis()
-    objects = make(tier)
-    found = objects.find(A)
-    objects.describe(tier, b"old")
+def test_a_removal_during_a_load_wins(make: Make) -> None:
+    objects = make(tier := redis())
+    found = objects.found_in(tier, b"old")
     loaded = objects.load(A, found[0])
     removed = objects.remove(A)
     assert len(tier.removed) == 1
@@ -509,11 +469,8 @@ def test_a_removal_during_a_load_wins(make: Callable[..., Objects]) -> None:
     assert objects.in_memory(A) is None
 
 
-def test_a_question_from_before_a_change_is_not_joined_after_it(
-    make: Callable[..., Objects],
-) -> None:
-    tier = redis()
-    objects = make(tier, keeps=0)
+def test_a_question_from_before_a_change_is_not_joined_after_it(make: Make) -> None:
+    objects = make(tier := redis(), keeps=0)
     before = objects.find(A)
     objects.put(A, b"new")
     objects.end_write(tier)
@@ -524,11 +481,8 @@ def test_a_question_from_before_a_change_is_not_joined_after_it(
     assert after[0] is not None
 
 
-def test_changes_of_a_key_are_carried_out_one_after_the_other(
-    make: Callable[..., Objects],
-) -> None:
-    tier = redis()
-    objects = make(tier)
+def test_changes_of_a_key_are_carried_out_one_after_the_other(make: Make) -> None:
+    objects = make(tier := redis())
     first, second = objects.put(A, b"1"), objects.put(A, b"2")
     third = objects.put(A, b"3")
     other = objects.put(B, b"b")
@@ -554,7 +508,7 @@ def test_changes_of_a_key_are_carried_out_one_after_the_other(
 # ------------------------------------------------------------------ keys, flush
 
 
-def test_contains_asks_the_tiers_in_their_order(make: Callable[..., Objects]) -> None:
+def test_contains_asks_the_tiers_in_their_order(make: Make) -> None:
     disk, below = PlayedTier("disk", {A_KEY}), redis()
     objects = make(disk, below)
     assert objects.contains(A) == [True]
@@ -569,7 +523,7 @@ def test_contains_asks_the_tiers_in_their_order(make: Callable[..., Objects]) ->
     assert found == [False]
 
 
-def test_keys_of_memory_and_of_all_tiers(make: Callable[..., Objects]) -> None:
+def test_keys_of_memory_and_of_all_tiers(make: Make) -> None:
     disk = PlayedTier("disk", {A_KEY, NAMES.chunk_key(key_of(3)), NAMES.common + b"else"})
     objects = make(disk)
     objects.put(B, b"b")
@@ -583,9 +537,8 @@ def test_keys_of_memory_and_of_all_tiers(make: Callable[..., Objects]) -> None:
     objects.objects.abandon(held)
 
 
-def test_the_backlog_has_writes_and_removals(make: Callable[..., Objects]) -> None:
-    tier = redis()
-    objects = make(tier)
+def test_the_backlog_has_writes_and_removals(make: Make) -> None:
+    objects = make(tier := redis())
     cache = objects.objects.cache
     assert cache.backlog == 0
     objects.put(A, b"a")

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,7 +20,6 @@ from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.compat.gateway.main import LoopOwner, open_objects
 from lmcache_redis.compat.gateway.server import Gateway
-from lmcache_redis.compat.gateway.wire import object_key_of
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.objects.cache import HeapMemory, ObjectCache
 from lmcache_redis.testing.memory_tier import MemoryTier
@@ -219,22 +219,16 @@ class Serving:
     def client(self, **more: Any) -> Client:
         return Client(self.port, **more)
 
+    @contextlib.contextmanager
+    def clients(self, count: int) -> Iterator[list[Client]]:
+        with contextlib.ExitStack() as stack:
+            yield [stack.enter_context(self.client()) for _ in range(count)]
+
     def call(self, function: Callable[..., _Result], *args: object) -> _Result:
         """Calls it on the thread of the loop, which owns the cache."""
 
         async def work() -> _Result:
             return function(*args)
-
-        return self.run(work())
-
-    def remove(self, key: str) -> bool:
-        """Removes a chunk behind the gateway's back."""
-
-        async def work() -> bool:
-            removed: asyncio.Future[bool] = self._loop.create_future()
-            deadline = time.monotonic() + WAIT_S
-            self.cache.remove(object_key_of(key), deadline, removed.set_result)
-            return await removed
 
         return self.run(work())
 

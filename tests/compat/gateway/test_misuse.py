@@ -7,7 +7,6 @@ import contextlib
 import logging
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -30,10 +29,13 @@ from tests.compat.gateway.wire import (
     UINT8,
     Client,
     header,
+    key,
     put,
 )
 
 pytestmark = pytest.mark.servers
+
+MIB = 1 << 20
 
 MALFORMED_KEYS = [
     b"", b"model", b"m@1@0@ab", b"@1@0@ab@half", b"m@1@0@@half", b"m@1@0@~@half",
@@ -44,33 +46,24 @@ MALFORMED_KEYS = [
     b"m\n@1@0@ab@half", b" m@1@0@ab@half", b"m\0@1@0@ab@half", b"\xff@1@0@ab@half",
     "m\u2028@1@0@ab@half".encode(), "m@\u0661@0@ab@half".encode(), b"m@1@0@ab@half\0\0",
 ]  # fmt: skip
+MALFORMED: list[dict[str, Any]] = [
+    *({"key": key} for key in MALFORMED_KEYS),
+    {"fmt": 9}, {"fmt": -1}, {"dtype": 9}, {"dtype": -1}, {"dtype": 64}, {"location": 3},
+    {"location": -1}, {"sizes": (-1, 0, 0, 0)}, {"sizes": (1, 2, 3, -4)},
+]  # fmt: skip
 
 
-def test_a_malformed_key_fails_and_the_connection_goes_on(
+def test_a_malformed_request_fails_and_the_connection_goes_on(
     client: Client, backend: DictTier, serving: Serving
 ) -> None:
-    for key in MALFORMED_KEYS:
-        for command in (GET, EXIST):
-            client.send(header(command, key))
-            assert client.receive(36) == FAILED, key
-        client.send(header(PUT, key, 5, 1, UINT8, (5, 0, 0, 0)) + b"12345")
-        assert client.get(KEY) is None, "still in step"
-    assert backend.chunks == {}
-    assert serving.stats()["malformed_requests"] == 3 * len(MALFORMED_KEYS)
-
-
-def test_numbers_that_mean_nothing_fail(client: Client) -> None:
-    wrong: dict[str, Any]
-    for wrong in (
-        {"fmt": 9}, {"fmt": -1}, {"dtype": 9}, {"dtype": -1}, {"dtype": 64}, {"location": 3},
-        {"location": -1}, {"sizes": (-1, 0, 0, 0)}, {"sizes": (1, 2, 3, -4)},
-    ):  # fmt: skip
+    for wrong in MALFORMED:
         for command in (GET, EXIST):
             client.send(header(command, **wrong))
             assert client.receive(36) == FAILED, wrong
-        client.send(header(PUT, KEY, 100_000, **wrong) + bytes(100_000))
-        assert client.healthy()
-    assert client.list() == set()
+        client.send(header(PUT, length=100_000, **wrong) + bytes(100_000))
+        assert client.get(KEY) is None, "still in step"
+    assert backend.chunks == {}
+    assert serving.stats()["malformed_requests"] == 3 * len(MALFORMED)
 
 
 @pytest.mark.parametrize("length", [-1, -(1 << 31), (1 << 19) + 1, (1 << 31) - 1])
@@ -240,27 +233,6 @@ def test_a_reader_that_is_only_slow_gets_everything(
         assert client.healthy()
 
 
-def test_puts_wait_for_room_each_on_its_own_connection(backend: DictTier) -> None:
-    """The buffers hold four chunks, and the others wait; all are stored."""
-    with Serving(backend, buffer_bytes=1 << 16) as serving:
-        backend.open.clear()
-        clients = [serving.client() for _ in range(8)]
-        try:
-            for number, client in enumerate(clients):
-                client.put(f"m@1@0@{number}0@half", bytes([number]) * 16_000)
-            serving.until(requests_put=8)
-            time.sleep(0.2)
-            assert backend.writes == 4
-            with serving.client() as other:
-                assert other.healthy()
-            backend.open.set()
-            for number, client in enumerate(clients):
-                assert client.get(f"m@1@0@{number}0@half") == bytes([number]) * 16_000
-        finally:
-            for client in clients:
-                client.socket.close()
-
-
 def test_a_fault_of_a_tier_ends_one_connection(
     client: Client, backend: DictTier, serving: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -286,40 +258,6 @@ def test_a_slow_tier_holds_up_only_those_who_ask_it(
     assert client.receive(72) == FAILED + SUCCEEDED
 
 
-def test_stopping_finishes_what_has_begun(backend: DictTier) -> None:
-    with (
-        Serving(backend) as serving,
-        serving.client() as client,
-        serving.client() as idle,
-    ):
-        backend.open.clear()
-        client.put(KEY, b"x" * 10_000)
-        client.send(header(GET))
-        serving.until(buffer_used_bytes=10_000)
-        stopper = threading.Thread(target=serving.stop)
-        stopper.start()
-        assert idle.ended()
-        backend.open.set()
-        stopper.join()
-        serving.until(puts_stored=1)
-        assert client.ended()
-        with pytest.raises(ConnectionRefusedError):
-            serving.client()
-
-
-MIB = 1 << 20
-
-
-def key(number: int) -> str:
-    return f"m@1@0@{number:04x}@half"
-
-
-@contextlib.contextmanager
-def clients(serving: Serving, count: int) -> Iterator[list[Client]]:
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(serving.client()) for _ in range(count)]
-
-
 @pytest.mark.parametrize("how", ["writers", "readers"])
 def test_slow_clients_that_hold_all_room_lose_it(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "REQUEST_TIMEOUT_S", 2.0)
@@ -327,7 +265,7 @@ def test_slow_clients_that_hold_all_room_lose_it(how: str, monkeypatch: pytest.M
     with (
         Serving(DictTier(), buffer_bytes=64 * MIB) as serving,
         serving.client() as good,
-        clients(serving, 4) as slow,
+        serving.clients(4) as slow,
     ):
         good.put(KEY, payload)
         assert good.exists(KEY)

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.compat.gateway.serving import DictTier, Serving
-from tests.compat.gateway.wire import EXIST, GET, KEY, PUT, SUCCESS, header
-from tests.servers import RedisServer, wait_until
+from tests.compat.gateway.wire import GET, KEY, PUT, SUCCESS, header, key
+from tests.servers import RedisServer
 
 pytestmark = pytest.mark.servers
-
-ANYWHERE, MEMORY, DISK = 0, 1, 2
 
 FORMS = [
     (24, 1, 3, (2, 3, 1, 2)), (24, 2, 2, (3, 2, 2, 0)), (9, 4, 0, (9, 0, 0, 0)),
@@ -27,6 +25,7 @@ FORMS = [
 def test_whatever_a_request_says_is_in_the_reply(
     tmp_path: Path, server: RedisServer, tiers: str
 ) -> None:
+    """But for the location: where it lies is the gateway's affair."""
     everything = tiers == "all"
     on_disk = tiers in ("disk", "all")
     settings = {
@@ -39,14 +38,14 @@ def test_whatever_a_request_says_is_in_the_reply(
     with Serving(None, **settings) as serving, serving.client() as client:
         for number, (length, fmt, dtype, shape) in enumerate(FORMS):
             payload = random.Random(number).randbytes(length)
-            key = f"m@1@0@{number:x}@half"
-            client.send(header(PUT, key, length, fmt, dtype, shape) + payload)
-            client.send(header(GET, key))
+            said = header(PUT, key(number), length, fmt, dtype, shape, location=number % 3)
+            client.send(said + payload)
+            client.send(header(GET, key(number), location=(number + 1) % 3))
             assert client.reply() == (SUCCESS, length, fmt, dtype, shape, 0)
             assert client.receive(length) == payload
         client.send(header(PUT, "m@1@0@ff@half"))
         assert not client.exists("m@1@0@ff@half"), "tiers have no chunks of no bytes"
-        assert client.list() == {f"m@1@0@{n:x}@half" for n in range(len(FORMS))}
+        assert client.list() == {*map(key, range(len(FORMS)))}
 
 
 def test_a_write_that_hangs_holds_up_no_client() -> None:
@@ -68,28 +67,13 @@ def test_a_write_that_hangs_holds_up_no_client() -> None:
         tier.open.set()
 
 
-def test_a_tier_that_cannot_deliver_is_passed_over() -> None:
-    upper, lower = DictTier(), DictTier()
-    with Serving([upper, lower]) as serving, serving.client() as client:
+def test_a_load_that_fails_is_a_miss_and_holds_no_room(backend: DictTier) -> None:
+    with Serving(backend) as serving, serving.client() as client:
         client.put(KEY, b"x" * 5000)
         assert client.exists(KEY)
-        upper.is_damaged = True
-        assert client.get(KEY) == b"x" * 5000
-        lower.is_damaged = True
+        backend.is_damaged = True
         assert client.get(KEY) is None
-        serving.until(gets_hit=1, gets_miss=1)
-
-
-def test_a_chunk_larger_than_the_memory_leaves_the_others_there() -> None:
-    tier = DictTier()
-    with Serving(tier, memory_bytes=10_000) as serving, serving.client() as client:
-        client.put("m@1@0@01@half", b"1" * 4000)
-        client.put("m@1@0@02@half", b"2" * 20_000)
-        for _ in range(2):
-            assert client.get("m@1@0@02@half") == b"2" * 20_000
-            assert serving.call(lambda: serving.pool.idle) == 4000
-        tier._chunks.clear()
-        assert client.get("m@1@0@01@half") == b"1" * 4000
+        serving.until(gets_miss=1, buffer_used_bytes=0)
 
 
 def test_a_put_that_there_is_no_memory_for_is_dropped() -> None:
@@ -98,27 +82,6 @@ def test_a_put_that_there_is_no_memory_for_is_dropped() -> None:
         client.put(KEY, bytes(500_000))
         assert client.get(KEY) is None
         serving.until(puts_not_stored=1, gets_miss=1, buffer_used_bytes=0, open_connections=1)
-
-
-def test_a_location_changes_nothing() -> None:
-    with Serving(None, memory_bytes=1 << 20, disk_path=None) as serving, serving.client() as client:
-        client.send(header(PUT, KEY, 3, 4, 0, location=DISK) + b"abc")
-        for location in (ANYWHERE, MEMORY, DISK):
-            client.send(header(EXIST, KEY, location=location))
-            assert client.reply()[0] == SUCCESS
-
-
-def test_health_is_that_of_the_tiers(tmp_path: Path) -> None:
-    with RedisServer(tmp_path) as redis:
-        settings = {"memory_bytes": 1 << 20, "disk_path": None, "redis_url": redis.url}
-        with Serving(None, **settings) as serving, serving.client() as client:
-            assert client.healthy()
-            redis.kill()
-            wait_until(lambda: not client.healthy(), "a gateway without its Redis is not healthy")
-            client.put(KEY, b"abc")
-            assert client.get(KEY) == b"abc", "memory serves meanwhile"
-            redis.start()
-            wait_until(client.healthy, "a gateway whose Redis is back is healthy")
 
 
 def test_memory_alone_is_healthy_and_a_disk_that_hangs_is_not() -> None:

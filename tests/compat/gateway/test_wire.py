@@ -3,43 +3,17 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.compat.cache_engine_key import CacheEngineKey
 from lmcache_redis.compat.gateway.wire import key_text_of, object_key_of
 from lmcache_redis.errors import FormatError
+from tests.compat.test_cache_engine_key import WORDS, keys
 
-WORDS = st.text(
-    st.characters(blacklist_categories=("C", "Z"), blacklist_characters="@"),
-    min_size=1,
-    max_size=20,
-)
-HASHES = st.one_of(
-    st.integers(-(1 << 63), (1 << 64) - 1).map("{:x}".format),
-    st.binary(min_size=1, max_size=32).map(bytes.hex),
-    st.from_regex(r"-?[0-9a-f]{1,62}", fullmatch=True),
-)
-
-
-@st.composite
-def key_texts(draw: st.DrawFn) -> str:
-    fields = [draw(WORDS), str(draw(st.integers(0, 255))), str(draw(st.integers(0, 255)))]
-    if has_format := draw(st.booleans()):
-        fields = [draw(WORDS), draw(WORDS.filter(lambda word: not word.isdecimal())), *fields[1:]]
-    fields.append(draw(HASHES))
-    if not has_format or draw(st.booleans()):
-        fields.append(draw(st.sampled_from(["half", "bfloat16", "fp8_e4m3fn", "int8"])))
-    if draw(st.booleans()):
-        fields.append(str(draw(st.integers(0, 200))))
-    for _ in range(draw(st.integers(0, 2))):
-        name = draw(WORDS.filter(lambda word: "%" not in word))
-        fields.append(f"{name}%{draw(WORDS)}")
-    return "@".join(fields)
-
-
-SHORT = key_texts().filter(lambda text: len(text.encode()) <= 150)
+TEXTS = keys().map(CacheEngineKey.to_string)
+SHORT = TEXTS.filter(lambda text: len(text.encode()) <= 150)
 
 
 @given(SHORT)
@@ -65,7 +39,7 @@ def test_anything_else_is_rejected(text: str) -> None:
 
 @given(
     st.binary(min_size=1, max_size=63),
-    st.one_of(WORDS, key_texts(), st.from_regex(r"(vllm@)?m@1@0@~?@half(@[0-9])?", fullmatch=True)),
+    st.one_of(WORDS, TEXTS, st.from_regex(r"(vllm@)?m@1@0@~?@half(@[0-9])?", fullmatch=True)),
     st.one_of(st.integers(0, (1 << 32) - 1), st.just(0x01000100)),
 )
 def test_keys_of_others_have_no_text(chunk_hash: bytes, model_name: str, kv_rank: int) -> None:
@@ -88,9 +62,3 @@ def test_the_fields() -> None:
     assert object_key_of("vllm@8@3@12af@half").kv_rank == rank, "the model's name is vllm"
     name = "m@8@3@@half"
     assert object_key_of("m@8@3@0012@half") == ObjectKey(b"\x00\x12", name, rank)
-
-
-@pytest.mark.parametrize("text", ["m@256@0@ab@half", "m@1@256@ab@half", "m@1@0@" + "a" * 65 + "@h"])
-def test_texts_that_do_not_fit_into_a_key(text: str) -> None:
-    with pytest.raises(FormatError):
-        object_key_of(text)

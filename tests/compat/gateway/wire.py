@@ -34,16 +34,29 @@ def header(
     )
 
 
+def key(number: int) -> str:
+    return f"m@1@0@{number:04x}@half"
+
+
 def put(key: str, payload: bytes, **more: int) -> bytes:
     """A PUT of bytes as one row of uint8."""
     return header(PUT, key, len(payload), KV_2LTD, UINT8, (len(payload), 0, 0, 0)) + payload
 
 
 class Client:
-    """A blocking client. Nothing it receives is more than it asked for."""
+    """A blocking client. Nothing it receives is more than it asked for.
 
-    def __init__(self, port: int, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None):
-        plain = socket.create_connection((host, port), TIMEOUT_S)
+    source: the address that it connects from.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        host: str = "127.0.0.1",
+        tls: ssl.SSLContext | None = None,
+        source: str = "",
+    ) -> None:
+        plain = socket.create_connection((host, port), TIMEOUT_S, (source, 0) if source else None)
         try:
             self.socket = tls.wrap_socket(plain, server_hostname="localhost") if tls else plain
         except BaseException:
