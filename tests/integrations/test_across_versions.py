@@ -25,7 +25,8 @@ from lmcache_redis.integrations.vllm.identity import engine_identity as settings
 from lmcache_redis.integrations.vllm.identity import versions
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_identity
 from lmcache_redis.integrations.vllm.identity.versions import computation, pairs_of_version
-from tests.integrations.test_heads import registration
+from tests.integrations.layers import BLOCK, cpu_layer, registration
+from tests.integrations.test_groups import full
 from tests.integrations.test_identity import LLAMA, Identity, differ, identity
 
 __all__ = ["identity"]  # a fixture
@@ -328,6 +329,10 @@ def test_the_version_leaves_the_identity(
 
 
 def test_an_engine_registers_what_it_has_found(tmp_path: Path) -> None:
-    for extra in ({}, {"share_across_versions": True}):
-        _, pairs = registration(tmp_path, extra, 4, times=2)
+    layer = cpu_layer("vec", heads=4)
+    layer.get_attn_backend = lambda: SimpleNamespace(get_name=lambda: "CPU_ATTN")
+    layers, caches = {"layer.0": layer}, {"layer.0": layer.kv_cache}
+    for share in (False, True):
+        how = {"times": 2, "share_across_versions": share}
+        _, pairs = registration(tmp_path, [full(BLOCK)], caches, layers=layers, **how)
         assert pairs["engine"] == f"vllm {vllm.__version__}", making.NOT_SEEN

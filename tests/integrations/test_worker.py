@@ -14,16 +14,10 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 import torch
-from transformers import LlamaConfig
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from lmcache_redis.client.worker import NEVER, TransferOp
-from lmcache_redis.config import ClientConfig
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
-from lmcache_redis.integrations.vllm.setup import SetUp
-from lmcache_redis.integrations.vllm.support import layer_groups
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     Planned,
@@ -33,6 +27,7 @@ from lmcache_redis.integrations.vllm.worker import (
 from tests import cuda_driver
 from tests.cuda_driver.engine import GpuEngine, gpus
 from tests.harness import AgentServer, block_hashes
+from tests.integrations.layers import registration
 from tests.integrations.test_groups import full, replayed, ring
 
 OPS = tuple(
@@ -224,31 +219,10 @@ def test_a_store_ends_when_all_its_parts_are_over() -> None:
 def test_memory_of_left_out_groups_is_not_registered(
     tmp_path: Path, specs: list[Any], registered: list[dict[str, int]]
 ) -> None:
-    LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(tmp_path)
-    vllm_config = EngineArgs(
-        model=str(tmp_path), skip_tokenizer_init=True, load_format="dummy"
-    ).create_engine_config()
-    groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
-    kv_cache_config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
     layers = ["shared", *(f"layer.{number}" for number in range(len(specs)))]
-    found: list[dict[str, int]] = []
-
-    def register_groups(groups: Sequence[Any], **settings: Any) -> None:
-        found.extend(dict.fromkeys(each.tensors, each.block_size_tokens) for each in groups)
-
-    client: Any = SimpleNamespace(register_groups=register_groups)
     caches = {layer: torch.zeros(4, 1, 16, 32) for layer in layers}
-    groups_of = layer_groups(kv_cache_config)
-    set_up = SetUp(vllm_config, kv_cache_config, ClientConfig(), False, groups_of)
-    set_up.register(client, caches)
-    assert found == registered
+    groups, _ = registration(tmp_path, specs, caches)
+    assert [dict.fromkeys(each.tensors, each.block_size_tokens) for each in groups] == registered
 
 
 # ------------------------------------------------------- signals
