@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,8 @@ from tests.integrations.test_groups import full, state, window
 from tests.integrations.test_hybrid_scheduler import CHUNK, config_dir, tokens
 
 __all__ = ["config_dir"]
+
+PROMPT = [*tokens(random.Random(2), 4 * CHUNK), 1]
 
 
 class Executor:
@@ -92,12 +94,28 @@ class Core(EngineCore):
     def let_transfers_end(self, end: bool) -> None:
         self.played._rng.random = self._random if end else lambda: 0.9  # type: ignore[method-assign]
 
-    def store(self, prompt: list[int]) -> None:
+    def store(self) -> None:
         """Asks for the prompt and steps until its answer is there; a store is in flight."""
-        self.played.ask(prompt, 2)
+        self.played.ask(PROMPT, 2)
         while self.played.asked:
             self.played.step()
         assert self.played.transfers._stores
+
+    def load(self, *, ends: bool, beside: Sequence[int] = ()) -> str:
+        """A request loads what another has stored. beside: a prompt that runs already."""
+        self.store()
+        self.finish()
+        assert self.reset_prefix_cache()
+        self.let_transfers_end(ends)
+        if beside:
+            self.played.ask(beside, 20)
+            self.played.step()
+        request_id = self.played.ask(PROMPT, 2)
+        self.played.step()
+        assert self.played.counts.loads == 1
+        while ends and self.played.transfers._loads:
+            self.played.step()
+        return request_id
 
     def finish(self) -> None:
         """All requests end, and all transfers; the played engine checks every block."""
@@ -125,7 +143,7 @@ SPECS = [[full(4)], [full(4), window(10, block=4)], [state(8), full(8)]]
 @pytest.mark.parametrize("specs", SPECS)
 def test_a_reset_does_not_wait_for_stores(make_core: Callable[..., Core], specs: list[Any]) -> None:
     core = make_core(*specs)
-    core.store([*tokens(random.Random(2), 4 * CHUNK), 1])
+    core.store()
     held = core.played.free_blocks - core.played.pool.get_num_free_blocks()
     assert held > 0
     assert core.reset_prefix_cache()
@@ -143,19 +161,8 @@ def test_a_reset_does_not_wait_for_loads(
 ) -> None:
     """Requests that load, or have loaded, start over: vLLM alone would hold no block."""
     core = make_core(*specs)
-    prompt = [*tokens(random.Random(2), 4 * CHUNK), 1]
-    core.store(prompt)
-    core.finish()
-    core.let_transfers_end(False)
-    assert core.reset_prefix_cache()
-    request_id = core.played.ask(prompt, 2)
-    core.played.step()
-    assert core.played.counts.loads == 1
-    if state == "loaded":
-        core.let_transfers_end(True)
-        while core.played.transfers._loads:
-            core.played.step()
-    elif state == "aborted":
+    request_id = core.load(ends=state == "loaded")
+    if state == "aborted":
         core.played.abort(request_id)
     assert core.reset_prefix_cache()
     core.finish()
@@ -167,18 +174,7 @@ def test_a_reset_takes_blocks_of_loads_when_the_cache_is_off(
     make_core: Callable[..., Core], loaded: bool
 ) -> None:
     core = make_core()
-    prompt = [*tokens(random.Random(2), 4 * CHUNK), 1]
-    core.store(prompt)
-    core.finish()
-    core.let_transfers_end(False)
-    assert core.reset_prefix_cache()
-    core.played.ask(prompt, 2)
-    core.played.step()
-    assert core.played.counts.loads == 1
-    if loaded:
-        core.let_transfers_end(True)
-        while core.played.transfers._loads:
-            core.played.step()
+    core.load(ends=loaded)
     core.played.connector.turn_off()
     assert core.reset_prefix_cache()
 
@@ -187,18 +183,7 @@ def test_a_reset_takes_blocks_of_loads_when_the_cache_is_off(
 def test_a_pause_that_keeps_requests_ends(make_core: Callable[..., Core], loaded: bool) -> None:
     """A request that is loaded and waits, beside one that runs."""
     core = make_core(full(4))
-    prompt = [*tokens(random.Random(2), 4 * CHUNK), 1]
-    core.store(prompt)
-    core.finish()
-    assert core.reset_prefix_cache()
-    core.let_transfers_end(loaded)
-    core.played.ask(tokens(random.Random(3), 20), 20)
-    core.played.step()
-    core.played.ask(prompt, 2)
-    core.played.step()
-    if loaded:
-        while core.played.transfers._loads:
-            core.played.step()
+    core.load(ends=loaded, beside=tokens(random.Random(3), 20))
     assert core.pause_scheduler("keep") is None
     assert len(core.played.pool.cached_block_hash_to_block) == 0
     core.resume_scheduler()
@@ -209,7 +194,7 @@ def test_a_pause_that_keeps_requests_ends(make_core: Callable[..., Core], loaded
 def test_a_pause_keeps_the_epoch(make_core: Callable[..., Core]) -> None:
     core = make_core()
     agent = core.played.agent
-    core.store([*tokens(random.Random(2), 4 * CHUNK), 1])
+    core.store()
     core.pause_scheduler("abort")
     core.resume_scheduler()
     assert core.epochs.current == b""
@@ -226,7 +211,7 @@ def test_a_clear_hides_what_others_share(make_core: Callable[..., Core]) -> None
     own = core.epochs.current
     assert core.epochs.is_own
     assert core.played.agent.cleared == []
-    core.store([*tokens(random.Random(2), 4 * CHUNK), 1])
+    core.store()
     assert core.reset_prefix_cache(reset_connector=True)
     assert core.played.agent.cleared == [own]
     core.collective_rpc(engines.WEIGHTS_ID_RPC, args=("step-1",))
@@ -237,18 +222,14 @@ def test_a_clear_hides_what_others_share(make_core: Callable[..., Core]) -> None
 def test_weights_written_past_every_call_are_seen(make_core: Callable[..., Core]) -> None:
     """``load_weights`` and then ``reset_prefix_cache()``, as trainers in the same process do."""
     core = make_core()
-    prompt = [*tokens(random.Random(2), 4 * CHUNK), 1]
-    core.store(prompt)
+    core.store()
     core.finish()
     core.executor.digest = b"second"
-    assert core.reset_prefix_cache()
-    core.played.ask(prompt, 2)
-    core.finish()
-    assert core.played.counts.loads == 0
-    assert core.reset_prefix_cache()
-    core.played.ask(prompt, 2)
-    core.finish()
-    assert core.played.counts.loads == 1
+    for loads in (0, 1):
+        assert core.reset_prefix_cache()
+        core.played.ask(PROMPT, 2)
+        core.finish()
+        assert core.played.counts.loads == loads
 
 
 @pytest.mark.parametrize(
@@ -333,7 +314,7 @@ def test_own_epochs_end_when_weights_change(make_core: Callable[..., Core]) -> N
         core.executor.digest = b"step %d" % step
         core.collective_rpc("update_weights")
         assert core.reset_prefix_cache()
-        core.store([*tokens(random.Random(2), 4 * CHUNK), 1])
+        core.store()
         core.finish()
         core.let_transfers_end(False)
         owns.append(core.epochs.current)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,6 @@ pytestmark = pytest.mark.unit
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     """Of an engine with a model, a draft model and a file of scales, that vLLM has not read yet."""
-    import json
-
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(files, "_seen", {})
     for name in ("model", "draft"):
@@ -62,49 +62,57 @@ def identify(config: VllmConfig, weights_id: str | None = None) -> dict[str, str
     return engine_identity(config, rank=0, backend="", weights_id=weights_id)
 
 
-@pytest.mark.parametrize("name", ["model/model.safetensors", "draft/model.safetensors"])
-@pytest.mark.parametrize("how", ["rewritten", "renamed", "touched", "gone and back"])
+def rewrite(path: Path) -> None:
+    """Of the same size, with the time put back."""
+    times = path.stat()
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def rename(path: Path) -> None:
+    shutil.copy2(path, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+
+def remove_and_restore(path: Path) -> None:
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("model", rewrite),
+        ("draft", rewrite),
+        ("model", rename),
+        ("model", Path.touch),  # an equal file would be right, but who has compared them?
+        ("model", remove_and_restore),
+    ],
+)
 def test_weights_that_have_changed_since_are_not_known(
-    config: VllmConfig, tmp_path: Path, name: str, how: str
+    config: VllmConfig, tmp_path: Path, name: str, change: Callable[[Path], None]
 ) -> None:
-    path = tmp_path / name
     look_at_files(config)
     before = identify(config)
-    times = path.stat()
-    if how == "rewritten":  # of the same size, with the time put back
-        path.write_bytes(path.read_bytes()[:-1] + b"x")
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    elif how == "renamed":
-        shutil.copy2(path, tmp_path / "new")
-        (tmp_path / "new").replace(path)
-    elif how == "touched":  # an equal file would be right, but who has compared them?
-        path.touch()
-    else:
-        data = path.read_bytes()
-        path.unlink()
-        path.write_bytes(data)
+    change(tmp_path / name / "model.safetensors")
     with pytest.raises(Unsupported, match=r"has changed since this engine started.* weights_id"):
         identify(config)
     named = identify(config, "mine")
-    assert named["weights"] == ("" if name.startswith("model") else before["weights"])
-    assert named["draft"] != before["draft"] or name.startswith("model")
+    assert named["weights"] == ("" if name == "model" else before["weights"])
+    assert named["draft"] != before["draft"] or name == "model"
 
 
-@pytest.mark.parametrize("name", ["model/adapter.safetensors", "model/modeling_x.py"])
-def test_files_that_have_come_since_are_not_known(
+@pytest.mark.parametrize(
+    "name", ["model/adapter.safetensors", "model/modeling_x.py", "scales.json"]
+)
+def test_other_files_that_have_changed_since_are_not_known(
     config: VllmConfig, tmp_path: Path, name: str
 ) -> None:
     look_at_files(config)
-    (tmp_path / name).write_bytes(b"new")
-    with pytest.raises(Unsupported, match=name):
-        identify(config)
-
-
-def test_scales_that_have_changed_since_are_not_known(config: VllmConfig, tmp_path: Path) -> None:
-    look_at_files(config)
     identify(config)
-    (tmp_path / "scales.json").write_text("[]")
-    with pytest.raises(Unsupported, match=r"scales.json has changed"):
+    (tmp_path / name).write_bytes(b"new")
+    with pytest.raises(Unsupported, match=f"{name} has changed"):
         identify(config)
 
 
