@@ -11,6 +11,7 @@ import pytest
 
 from tests.engines import ForkedEngine
 from tests.harness import AgentServer
+from tests.matrix.models import write_model
 from tests.servers import RedisServer
 
 try:
@@ -25,26 +26,12 @@ VOCABULARY = 4000
 OPTIONS = {"dtype": "float32", "max_model_len": 2048, "num_gpu_blocks_override": 256}
 
 
+KV_HEADS = 4
+
+
 def make_model(directory: Path, seed: int) -> Path:
     """A small Llama whose greedy tokens differ by prompt."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=4096,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        initializer_range=0.08,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory, safe_serialization=True)
-    return directory
+    return write_model("llama", directory, seed=seed, num_key_value_heads=KV_HEADS)
 
 
 @pytest.fixture(scope="session", autouse=True)

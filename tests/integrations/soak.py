@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,72 +55,38 @@ _LASTING = ["redis stopped", "redis killed", "agent stopped", "agent killed"]
 FAULTS = [*_LASTING, "redis emptied", "parts evicted", "parts corrupted", "agent restarted"]
 
 
-def _llama(directory: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    LlamaForCausalLM(LlamaConfig(**_SHAPE)).save_pretrained(directory)
-
-
-def _mistral(directory: Path) -> None:
-    """Its only KV cache group is a sliding window, shorter than most prompts."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=256)).save_pretrained(directory)
-
-
-_SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 4096,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.12,
-}
-
-
 @dataclass(frozen=True)
 class Family:
-    """How a small model of random weights is written, whose greedy tokens differ by prompt.
+    """A small model of random weights, whose greedy tokens differ by prompt.
 
-    options: of an engine in which blocks are few. repeats: an engine without a connector gives
-    the same answer again, whatever it has in its own prefix cache. If not, only canaries tell.
-    tie: in bfloat16, the difference of log probabilities that rounding makes.
+    options: of an engine in which blocks are few. changes: of the model that the matrix has.
+    repeats: an engine without a connector gives the same answer again, whatever it has in its own
+    prefix cache. If not, only canaries tell. tie: in bfloat16, the difference of log probabilities
+    that rounding makes.
     """
 
-    write: Callable[[Path], object]
     options: Mapping[str, Any]
+    changes: Mapping[str, Any] = field(default_factory=dict)
     repeats: bool = True
     tie: float = 0.15
 
 
 MODELS: dict[str, Family] = {
-    "llama": Family(_llama, ENGINE_OPTIONS),
-    "mistral": Family(_mistral, ENGINE_OPTIONS),
-    "smollm2": Family(partial(write_model, "smollm2"), ENGINE_OPTIONS),
+    "llama": Family(ENGINE_OPTIONS),
+    # Its only KV cache group is a sliding window, shorter than most prompts.
+    "mistral": Family(ENGINE_OPTIONS, {"sliding_window": 256}),
+    "smollm2": Family(ENGINE_OPTIONS),
     # Half of its layers: as many groups, of one layer each.
-    "gemma3": Family(partial(write_model, "gemma3", num_hidden_layers=6), _WINDOWS_OPTIONS),
-    "gpt-oss": Family(partial(write_model, "gpt-oss"), _WINDOWS_OPTIONS),
-    "olmo3": Family(partial(write_model, "olmo3"), _WINDOWS_OPTIONS),
-    "cohere2": Family(partial(write_model, "cohere2"), _WINDOWS_OPTIONS),
-    "llama4": Family(partial(write_model, "llama4"), _WINDOWS_OPTIONS),
-    "qwen3-next": Family(partial(write_model, "qwen3-next"), _STATE_OPTIONS, tie=0.3),
-    "falcon-h1": Family(partial(write_model, "falcon-h1"), _MAMBA_2_OPTIONS),
-    "nemotron-h": Family(partial(write_model, "nemotron-h"), _MAMBA_2_OPTIONS),
-    "lfm2": Family(partial(write_model, "lfm2"), _LFM2_OPTIONS, repeats=False),
+    "gemma3": Family(_WINDOWS_OPTIONS, {"num_hidden_layers": 6}),
+    "gpt-oss": Family(_WINDOWS_OPTIONS),
+    "olmo3": Family(_WINDOWS_OPTIONS),
+    "cohere2": Family(_WINDOWS_OPTIONS),
+    "llama4": Family(_WINDOWS_OPTIONS),
+    "qwen3-next": Family(_STATE_OPTIONS, tie=0.3),
+    "falcon-h1": Family(_MAMBA_2_OPTIONS),
+    "nemotron-h": Family(_MAMBA_2_OPTIONS),
+    "lfm2": Family(_LFM2_OPTIONS, repeats=False),
 }
-
-
-def make_soak_model(family: str, directory: Path, seed: int = 0) -> Path:
-    """A small model of the family."""
-    import torch
-
-    torch.manual_seed(seed)
-    MODELS[family].write(directory)
-    return directory
 
 
 def make_prompts(rng: random.Random, count: int) -> list[list[int]]:
@@ -333,7 +298,7 @@ def soak_family(
     calm and faulty: the rounds before the first fault, and the others.
     """
     rng = random.Random(seed)
-    model = make_soak_model(family, directory / family)
+    model = write_model(family, directory / family, **MODELS[family].changes)
     env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     few = MODELS[family].options
     rich = {name: few[name] for name in few if name != "num_gpu_blocks_override"}
