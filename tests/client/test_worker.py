@@ -63,6 +63,11 @@ class Node:
         wait_until(lambda: self.worker.ready, "a registered worker")
         return found
 
+    def start(self, agent_id: str = "agent") -> m.RegisterKVCache:
+        self.register()
+        self.welcome(agent_id)
+        return self.registered()
+
     def close(self) -> None:
         self.worker.link.close()
         self.agent.close()
@@ -78,9 +83,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 def test_operations_are_sent_as_the_agent_wants_them(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node.register()
-    node.welcome()
-    names = node.registered()
+    names = node.start()
     assert node.worker.num_blocks_per_chunk() == 4  # of 64 tokens, whole blocks of both groups
     ranks = [share_rank(2, 1), share_rank(1, 0)]
     assert [each.kv_rank for each in names.groups] == ranks
@@ -145,9 +148,7 @@ def test_operations_are_sent_as_the_agent_wants_them(
 
 def test_what_cannot_be_sent_holds_no_blocks(node: Node) -> None:
     """Lists that do not fit, and what is to come after a ticket that could not be recorded."""
-    node.register()
-    node.welcome()
-    node.registered()
+    node.start()
     op = TransferOp([1], [A])
     for begin in (node.worker.begin_stores, node.worker.begin_retrieves):
         with pytest.raises(ValueError, match="zip"):
@@ -215,9 +216,7 @@ def test_another_mapping_frees_the_blocks_of_a_lost_agent(
     node: Node,
 ) -> None:
     """Two agents live, as far as the worker knows: the first may resume inside a copy."""
-    node.register()
-    node.welcome("first")
-    node.registered()
+    node.start("first")
     op = TransferOp([1, 2], [A])
     (store,) = node.worker.begin_stores(["r"], [op])
     (load,) = node.worker.begin_retrieves(["r"], [op])
@@ -249,9 +248,7 @@ def test_memory_is_free_once_the_agent_says_so(node: Node, monkeypatch: pytest.M
     export = worker_module.export
     monkeypatch.setattr(export, "withdraw", lambda handles: withdrawn.append(len(handles)))
     assert node.worker.unregister(), "nobody has it"
-    node.register()
-    node.welcome()
-    node.registered()
+    node.start()
     assert not node.worker.unregister()
     question = node.agent.question()
     assert isinstance(question, m.UnregisterKVCache)

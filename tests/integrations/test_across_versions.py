@@ -28,6 +28,7 @@ from lmcache_redis.integrations.vllm.identity.versions import computation, pairs
 from tests.integrations.layers import BLOCK, cpu_layer, registration
 from tests.integrations.test_groups import full
 from tests.integrations.test_identity import LLAMA, Identity, differ, identity
+from tests.integrations.test_support import engine
 
 __all__ = ["identity"]  # a fixture
 
@@ -219,29 +220,18 @@ def test_what_is_not_known_is_refused(version: Version, change: Change, why: str
         digest(version(change))
 
 
-def config(**others: Any) -> Any:
-    found: dict[str, Any] = {
-        "quantization": None,
-        "multimodal_config": None,
-        "cache_dtype": "auto",
-        "load_format": "auto",
-        "lora_config": None,
-        "draft": None,
-        **others,
-    }
-    model = SimpleNamespace(
-        quantization=found["quantization"],
-        multimodal_config=found["multimodal_config"],
-        dtype=torch.bfloat16,
-    )
-    draft = found["draft"]
-    return SimpleNamespace(
-        model_config=model,
-        cache_config=SimpleNamespace(cache_dtype=found["cache_dtype"]),
-        load_config=SimpleNamespace(load_format=found["load_format"]),
-        lora_config=found["lora_config"],
-        speculative_config=draft
-        and SimpleNamespace(method=draft, draft_model_config=object(), draft_load_config=None),
+MEDIA, TEXT_ALONE = SimpleNamespace(), SimpleNamespace(language_model_only=True)
+SHARES: dict[str, Any] = {
+    "model_config": {"dtype": torch.bfloat16},
+    "load_config": {"load_format": "auto"},
+    "speculative_config": {"method": "ngram", "draft_model_config": object()},
+}
+
+
+def config(**changes: dict[str, Any]) -> Any:
+    """Settings of an engine that shares across versions, but for ``changes`` (by config)."""
+    return engine(
+        **{name: SHARES.get(name, {}) | changes.get(name, {}) for name in SHARES | changes}
     )
 
 
@@ -257,14 +247,13 @@ def runs(version: Version, monkeypatch: pytest.MonkeyPatch) -> Any:
     ("of", "unprobed", "why"),
     [
         ({}, [], ""),
-        ({"quantization": "fp8"}, [], "its weights are quantized (fp8)"),
-        ({"cache_dtype": "fp8_e4m3"}, [], "its KV is quantized (fp8_e4m3)"),
-        ({"load_format": "dummy"}, [], "--load-format dummy draws the weights"),
-        ({"multimodal_config": SimpleNamespace()}, [], "prepares images and other media"),
-        ({"multimodal_config": SimpleNamespace(language_model_only=True)}, [], ""),
-        ({"lora_config": SimpleNamespace()}, [], "applies adapters"),
-        ({"draft": "eagle"}, [], "its draft model shares the blocks"),
-        ({"draft": "ngram"}, [], ""),
+        ({"model_config": {"quantization": "fp8"}}, [], "its weights are quantized (fp8)"),
+        ({"cache_config": {"cache_dtype": "fp8_e4m3"}}, [], "its KV is quantized (fp8_e4m3)"),
+        ({"load_config": {"load_format": "dummy"}}, [], "--load-format dummy draws the weights"),
+        ({"model_config": {"multimodal_config": MEDIA}}, [], "prepares images and other media"),
+        ({"model_config": {"multimodal_config": TEXT_ALONE}}, [], ""),
+        ({"lora_config": {}}, [], "applies adapters"),
+        ({"speculative_config": {"method": "eagle"}}, [], "its draft model shares the blocks"),
         ({}, ["its layers (A) cannot be probed"], "its layers (A) cannot be probed"),
     ],
 )

@@ -185,23 +185,13 @@ def test_a_file_that_becomes_shorter_is_an_error(
 
 
 def model(name: object, **settings: Any) -> Any:
-    fields: dict[str, Any] = {
-        "model": str(name),
-        "model_weights": "",
-        "revision": None,
-        "seed": 0,
-        "hf_config": SimpleNamespace(_commit_hash=None),
-    }
-    return SimpleNamespace(**{**fields, **settings})
+    fields = {"model": str(name), "model_weights": "", "revision": None, "seed": 0}
+    return SimpleNamespace(**fields | {"hf_config": SimpleNamespace(_commit_hash=None)} | settings)
 
 
 def load(load_format: str = "auto", **settings: Any) -> Any:
-    fields: dict[str, Any] = {
-        "load_format": load_format,
-        "download_dir": None,
-        "model_loader_extra_config": {},
-    }
-    return SimpleNamespace(**{**fields, **settings})
+    fields = {"load_format": load_format, "download_dir": None, "model_loader_extra_config": {}}
+    return SimpleNamespace(**fields | settings)
 
 
 @pytest.fixture
