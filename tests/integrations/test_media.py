@@ -79,6 +79,12 @@ def request_with(*features: MultiModalFeatureSpec, tokens: int = CHUNK + 1) -> R
     )
 
 
+def scheduler_of(engine: Any, adapter: ScriptedAdapter) -> Any:
+    pool = BlockPool(num_gpu_blocks=32, enable_caching=True, hash_block_size=BLOCK)
+    references = BlockReferences(pool, world_size=1)
+    return make_scheduler(adapter, pool, references, media=MediaNames(engine))
+
+
 def test_images_are_named_by_their_content() -> None:
     media = MediaNames(settings())
     red, blue = (request_with(named(settings(), image)) for image in (RED, BLUE))
@@ -127,11 +133,9 @@ def test_names_of_clients_say_nothing_about_a_layout() -> None:
     """A client's name of a digest's length cannot be told from vLLM's, nor can an image's EXIF."""
     adapter, tokens = ScriptedAdapter(), 4 * CHUNK + 1
     adapter.tokens, adapter.canary_every = 3 * CHUNK, 1
-    pool = BlockPool(num_gpu_blocks=32, enable_caching=True, hash_block_size=BLOCK)
-    media, block_ids = MediaNames(settings()), list(range(1, 18))
+    block_ids = list(range(1, 18))
     for offset, expected in ((0, 3), (CHUNK - 1, 3), (CHUNK, 2), (3 * CHUNK, 0), (None, 0)):
-        references = BlockReferences(pool, world_size=1)
-        scheduler = make_scheduler(adapter, pool, references, media=media)
+        scheduler = scheduler_of(settings(), adapter)
         image = named(settings(), RED, "0123456789abcdef" * 4)
         image.mm_position = PlaceholderRange(offset or 0, BLOCK)
         features = [] if offset is None else [image]
@@ -151,10 +155,8 @@ def test_models_without_media_have_nothing_to_decide() -> None:
 @pytest.mark.parametrize("engine", [settings(), COUNTED], ids=["hashed", "counted"])
 def test_what_is_not_named_is_neither_looked_up_nor_stored(engine: Any) -> None:
     adapter = ScriptedAdapter()
-    pool = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=BLOCK)
-    references = BlockReferences(pool, world_size=1)
-    scheduler = make_scheduler(adapter, pool, references, media=MediaNames(engine))
     adapter.tokens = CHUNK
+    scheduler = scheduler_of(engine, adapter)
     request = request_with(named(engine, RED))
     hit = CHUNK if engine is not COUNTED else 0
     assert scheduler.matched_tokens(request, 0) == hit

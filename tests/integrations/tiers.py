@@ -45,6 +45,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from lmcache_redis.integrations import vllm as plugin
 from lmcache_redis.integrations.vllm import making
 from lmcache_redis.integrations.vllm.identity.engine_identity import look_at_files
+from tests.integrations.test_identity import LLAMA
 from tests.integrations.test_weights import write_safetensors
 from tests.servers import WAIT_S
 
@@ -53,15 +54,10 @@ LAYERS = ("layer.0", "layer.1")
 PER_CHUNK = 2  # blocks
 WAIT = (LookupResult.RETRY, LookupResult.HIT_PENDING)
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
+CONFIG = LLAMA | {
     "num_hidden_layers": len(LAYERS),
     "num_attention_heads": 4,
     "num_key_value_heads": HEADS,
-    "vocab_size": 256,
     "max_position_embeddings": 1024,
 }
 
@@ -263,9 +259,14 @@ class TierEngine(EngineCore):
     def chunk_bytes(self) -> int:
         return int(self.tier._cache.form.chunk_bytes)
 
-    def copy(self, blocks: Sequence[int], rows: Sequence[int], *, to_region: bool) -> None:
-        """What the workers do in a step: blocks, and the chunks that they are parts of."""
-        engine = GPULoadStoreSpec(list(blocks), [len(blocks)], [0])
+    def copy(
+        self, blocks: Sequence[int], rows: Sequence[int], *, to_region: bool, skip: int = 0
+    ) -> None:
+        """What the workers do in a step: blocks, and the chunks that they are parts of.
+
+        skip: blocks at the begin of the first chunk.
+        """
+        engine = GPULoadStoreSpec(list(blocks), [len(blocks)], [skip])
         for worker in self.workers:
             assert worker.worker is not None
             region = CPULoadStoreSpec(list(rows))

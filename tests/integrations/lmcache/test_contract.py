@@ -93,18 +93,9 @@ def test_its_factory_finds_class_and_config(named: dict[str, str]) -> None:
         adapter.close()
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({}, "missing required field `url`"),
-        ({"url": "redis://h", "host": "x"}, "unknown field `host`"),
-        ({"url": "http://h"}, "must begin with redis://"),
-        ({"url": "redis://h", "connections": "many"}, "connections"),
-    ],
-)
-def test_a_wrong_setting_gets_one_sentence(given: dict[str, Any], said: str) -> None:
+def test_a_wrong_setting_gets_one_sentence() -> None:
     from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 
-    with pytest.raises(ConfigError, match=said) as raised:
-        create_l2_adapter(config_of(adapter_params=given))
+    with pytest.raises(ConfigError, match="unknown field `host`") as raised:
+        create_l2_adapter(config_of(adapter_params={"url": "redis://h", "host": "x"}))
     assert "\n" not in str(raised.value)
