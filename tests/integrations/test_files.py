@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -27,8 +26,7 @@ from lmcache_redis.integrations.vllm.identity.engine_identity import (
     require_looks,
 )
 from lmcache_redis.integrations.vllm.wrapping import wrap_once
-from tests.integrations.test_identity import LLAMA
-from tests.integrations.test_weights import write_safetensors
+from tests.integrations.test_identity import write_model
 
 pytestmark = pytest.mark.unit
 
@@ -38,14 +36,10 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     """Of an engine with a model, a draft model and a file of scales, that vLLM has not read yet."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(files, "_seen", {})
-    for name in ("model", "draft"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(LLAMA))
-        write_safetensors(tmp_path / name / "model.safetensors", [1000])
     register()
-    draft: Any = {"method": "draft_model", "model": str(tmp_path / "draft")}
+    draft: Any = {"method": "draft_model", "model": str(write_model(tmp_path / "draft"))}
     made: VllmConfig = EngineArgs(
-        model=str(tmp_path / "model"),
+        model=str(write_model(tmp_path / "model")),
         skip_tokenizer_init=True,
         speculative_config={**draft, "num_speculative_tokens": 2},
         kv_transfer_config=KVTransferConfig(kv_connector=CONNECTOR_NAME, kv_role="kv_both"),

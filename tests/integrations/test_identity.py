@@ -52,6 +52,15 @@ PHI3: dict[str, Any] = {
 }
 
 
+def write_model(directory: Path, config: dict[str, Any] = LLAMA) -> Path:
+    """Its settings, and weights if there are none."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    if not os.path.lexists(directory / "model.safetensors"):
+        write_safetensors(directory / "model.safetensors", [1000])
+    return directory
+
+
 class Identity:
     """The identity of an engine of the model whose config.json is ``config``."""
 
@@ -65,11 +74,7 @@ class Identity:
         return engine_identity(made, rank=rank, backend="CPU_ATTN", weights_id=weights_id)
 
     def config(self, config: dict[str, Any] = LLAMA, **options: Any) -> VllmConfig:
-        directory = self._directory
-        directory.mkdir(exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(config))
-        if not os.path.lexists(directory / "model.safetensors"):
-            write_safetensors(directory / "model.safetensors", [1000])
+        directory = write_model(self._directory, config)
         arguments: dict[str, Any] = {
             "model": str(directory),
             "skip_tokenizer_init": True,
@@ -175,10 +180,7 @@ def test_a_draft_model_counts_where_its_layers_are_in_the_cache(
     plain = identity()
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     assert differ(plain, identity(speculative_config=ngram)) == set()
-    draft = tmp_path / "draft"
-    draft.mkdir()
-    (draft / "config.json").write_text(json.dumps(LLAMA))
-    write_safetensors(draft / "model.safetensors", [1000])
+    draft = write_model(tmp_path / "draft")
     with_draft = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
     first = identity(speculative_config=with_draft)
     assert differ(plain, first) == {"draft"}

@@ -8,7 +8,6 @@ manager as the connector does, step by step.
 from __future__ import annotations
 
 import itertools
-import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +44,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from lmcache_redis.integrations import vllm as plugin
 from lmcache_redis.integrations.vllm import making
 from lmcache_redis.integrations.vllm.identity.engine_identity import look_at_files
-from tests.integrations.test_identity import LLAMA
-from tests.integrations.test_weights import write_safetensors
+from tests.integrations.test_identity import LLAMA, write_model
 from tests.servers import WAIT_S
 
 HEADS, HEAD_SIZE, BLOCK, BLOCKS = 2, 16, 16, 8
@@ -64,10 +62,8 @@ CONFIG = LLAMA | {
 
 def make_files(directory: Path) -> Path:
     """The files of a model with random weights."""
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(CONFIG))
-    write_safetensors(directory / "model.safetensors", [1000])
-    return directory
+    directory.parent.mkdir(exist_ok=True)
+    return write_model(directory, CONFIG)
 
 
 def key(number: int) -> Any:

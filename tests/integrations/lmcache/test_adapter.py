@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.lmcache_l2 import PLUGIN, L2Caller, create_adapter, layouts_of, memory_object
-from tests.servers import RedisServer, stripe_keys, wait_until
+from tests.servers import RedisServer, wait_until
 
 pytestmark = [
     pytest.mark.servers,
@@ -68,12 +68,6 @@ def layouts(**more: Any) -> dict[int, Any]:
     return layouts_of(filled(0, **more)[0])
 
 
-def damage(redis_server: RedisServer) -> None:
-    with redis_server.client() as client:
-        for key in stripe_keys(client):
-            client.setrange(key, client.strlen(key) // 2, b"!")
-
-
 def test_stored_objects_are_found_and_loaded(door: L2Caller, open_door: Open) -> None:
     result = door.store(keys(1, 2, 3), filled(1, 2, 3))
     assert (result.is_successful(), result.bytes_transferred()) == (True, 3 * BYTES)
@@ -107,18 +101,6 @@ def test_a_lookup_needs_a_layout_once(door: L2Caller, open_door: Open) -> None:
     other = open_door()
     assert other.lookup(keys(1), {}) == [False]
     assert other.lookup(keys(1), layouts()) == [True]
-
-
-def test_a_harmed_object_is_a_miss_and_stored_again(
-    door: L2Caller, redis_server: RedisServer
-) -> None:
-    door.store(keys(1, 2), filled(1, 2))
-    damage(redis_server)
-    assert door.load(keys(1, 2), filled(0, 0)) == [False, False]
-    assert door.store(keys(1, 2), filled(1, 2)).is_successful()
-    into = filled(0, 0)
-    assert door.load(keys(1, 2), into) == [True, True]
-    assert [content(each) for each in into] == [{1}, {2}]
 
 
 def test_a_dead_redis_is_misses_at_once(door: L2Caller, redis_server: RedisServer) -> None:

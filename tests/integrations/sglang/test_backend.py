@@ -249,19 +249,6 @@ def test_ranks_share_pages_of_mla(open_door: Open) -> None:
     assert open_door(mla(), is_mla_model=True, pp_size=2).batch_exists(KEYS) == 0
 
 
-def test_a_harmed_page_is_a_miss_and_stored_again(
-    open_door: Open, redis_server: RedisServer
-) -> None:
-    door, pool = behind(open_door)
-    with redis_server.client() as client:
-        for key in stripe_keys(client):
-            client.setrange(key, client.strlen(key) // 2, b"!")
-    assert door.batch_get_v1(KEYS[:2], indices(4, 5)) == [False, False]
-    assert door.batch_set_v1(KEYS[:2], indices(0, 1)) == [True, True]
-    assert door.batch_get_v1(KEYS[:2], indices(4, 5)) == [True, True]
-    assert page_of(pool, 5) == page_of(pool, 1)
-
-
 def test_a_dead_redis_is_misses_at_once(open_door: Open, redis_server: RedisServer) -> None:
     door, _ = behind(open_door)
     redis_server.kill()
