@@ -44,6 +44,7 @@ def cpu_layer(isa: str, *, heads: int = HEADS, dtype: str = "auto", k_scale: flo
         _v_scale=torch.tensor(1.0),
         _k_scale_float=k_scale,
         _v_scale_float=1.0,
+        get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "CPU_ATTN"),
     )
 
 

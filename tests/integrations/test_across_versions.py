@@ -319,7 +319,6 @@ def test_the_version_leaves_the_identity(
 
 def test_an_engine_registers_what_it_has_found(tmp_path: Path) -> None:
     layer = cpu_layer("vec", heads=4)
-    layer.get_attn_backend = lambda: SimpleNamespace(get_name=lambda: "CPU_ATTN")
     layers, caches = {"layer.0": layer}, {"layer.0": layer.kv_cache}
     for share in (False, True):
         how = {"times": 2, "share_across_versions": share}

@@ -231,7 +231,6 @@ def test_other_heads_of_some_layers_are_seen(config: dict[str, Any], total: int 
 def registered(directory: Path, extra: dict[str, Any], heads: int, **how: int) -> list[Any]:
     """The groups of a rank with so many heads: one."""
     layer = layer_of(heads)
-    layer.get_attn_backend = lambda: SimpleNamespace(get_name=lambda: "CPU_ATTN")
     spec, layers = replace(full(BLOCK), num_kv_heads=heads), {"layer.0": layer}
     caches = {"layer.0": layer.kv_cache}
     return registration(directory, [spec], caches, layers=layers, **how, **extra)[0]
