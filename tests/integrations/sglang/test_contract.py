@@ -72,11 +72,5 @@ def test_types_say_what_they_said() -> None:
         "what SGLang says of a rank has changed: so must the identity of a page"
     )
     assert fields(storage.PoolTransfer) == TRANSFER.split()
-    assert fields(storage.PoolTransferResult) == [
-        "kv_hit_pages",
-        "extra_pool_hit_pages",
-        "restorable_prefix_pages",
-    ]
     policies = {each.value for each in storage.PoolHitPolicy}
     assert policies == {"all_pages", "trailing_pages", "block_groups"}
-    assert (storage.PoolName.KV, storage.PoolName.MAMBA) == ("kv", "mamba")
