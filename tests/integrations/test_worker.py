@@ -193,12 +193,14 @@ def test_a_load_ends_when_all_its_retrieves_are_over(last: int) -> None:
     assert "failed_chunks" not in stats
 
 
-@pytest.mark.parametrize("reallocates", [True, False])
+@pytest.mark.parametrize(
+    ("given_up", "reallocates"),
+    [(False, True), (True, True), (True, False)],  # never sent, say, because its GPU hangs
+)
 @pytest.mark.parametrize("failed", range(3))
-def test_a_load_fails_as_a_whole(failed: int, reallocates: bool) -> None:
-    """Also one that was never sent, because its GPU hangs."""
+def test_a_load_fails_as_a_whole(failed: int, given_up: bool, reallocates: bool) -> None:
     worker, retrieves = begun(reallocates=reallocates)
-    retrieves[failed].failed = retrieves[failed].given_up = True
+    retrieves[failed].failed, retrieves[failed].given_up = True, given_up
     for retrieve in retrieves:
         retrieve.over = True
     ended = worker.ended_loads(StepMetadata())
