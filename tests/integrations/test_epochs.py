@@ -123,6 +123,8 @@ def test_the_same_weights_again_and_nothing_left_of_others(
         one.step("pause")  # also while its store is in flight
         assert weights.ask(one, 0) == 3 * CHUNK
         assert agent.counter("clears") == 0
+        agent.wait_idle()
+        of_one_epoch = keys_in(redis_server)
 
         names = [each["engine_id"] for each in agent.status()["engines"]]
         one.rpc("checkpoint_prepare")
@@ -137,6 +139,7 @@ def test_the_same_weights_again_and_nothing_left_of_others(
         assert weights.ask(one, 0) == 3 * CHUNK
         agent.wait_idle()
         shared = keys_in(redis_server)
+        both = shared + of_one_epoch
 
         weights.put(1)
         trained.touch()
@@ -161,7 +164,7 @@ def test_the_same_weights_again_and_nothing_left_of_others(
             weights.reload(one, 1)  # its own epoch goes on
             assert weights.ask(one, 1) == 3 * CHUNK
             agent.wait_idle()
-            wait_until(lambda: keys_in(redis_server) > shared, what="one epoch beside it")
+            wait_until(lambda: keys_in(redis_server) == both, what="one epoch beside it")
             weights.reload(one, 0)
             assert weights.ask(one, 0) == 3 * CHUNK
             wait_until(lambda: keys_in(redis_server) == shared, what="what others share")
