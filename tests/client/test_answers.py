@@ -25,18 +25,17 @@ def client(agent: Agent) -> Iterator[SchedulerClient]:
     made = SchedulerClient(
         agent.endpoint, "model", 1, 16, engine_id="engine", agent_dead_after_s=WAIT_S
     )
-    (hello,) = agent.receive()
-    agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 50, 60.0, "0"))
-    assert made.link.wait_for(lambda: made.link.online, WAIT_S)
+    agent.welcome(made.link)
     yield made
     made.shutdown()
 
 
 def ask(agent: Agent, client: SchedulerClient, name: str, first_chunk: int = 0) -> m.Lookup:
-    client.begin_lookup(name, HASHES, first_chunk=first_chunk)
-    (question,) = agent.receive()
+    client.begin_lookup(name, HASHES, first_chunk=first_chunk, token_s=0.5, busy_s=1.5)
+    question = agent.question()
     assert isinstance(question, m.Lookup)
     assert (question.request_id, question.hashes) == (name, HASHES)
+    assert (question.token_s, question.busy_s) == (0.5, 1.5)
     return question
 
 
@@ -184,9 +183,7 @@ def test_lookups_of_a_lost_agent_are_misses(agent: Agent, client: SchedulerClien
     assert client.hit_tokens("s") == 0
     client.clear(b"epoch 01")
     client.clear(None)  # nothing is owed: it was of what this engine has now
-    hello = agent.receive()[0]
-    agent.answer(m.Welcome(hello.call_id, "another", 1, 2, 64, 60.0, "0"))
-    assert client.link.wait_for(lambda: client.link.online, WAIT_S)
+    agent.welcome(client.link, "another")
     client.clear(b"epoch 02")
     cleared = [agent.receive()[0] for _ in range(2)]
     assert [each.epoch for each in cleared if isinstance(each, m.Clear)] == [
@@ -204,10 +201,17 @@ def test_lookups_of_a_lost_agent_are_misses(agent: Agent, client: SchedulerClien
 def test_requests_that_began_are_named_with_the_next_question(
     agent: Agent, client: SchedulerClient
 ) -> None:
-    """A lookup of no chunks asks nothing."""
-    ask(agent, client, "r")
-    client.forget_lookup("r")
+    """A lookup of no chunks asks nothing. That a request has ended is a message of its own."""
+    assert ask(agent, client, "first").begun == ()
+    assert ask(agent, client, "second").begun == ()
+    client.forget_lookup("first")
+    client.forget_lookup("without a lookup")
     client.begin_lookup("empty", ())
     assert client.hit_tokens("empty") == 0
-    assert ask(agent, client, "s").begun == ("r",)
-    assert ask(agent, client, "t").begun == ()
+    assert ask(agent, client, "third").begun == ("first",)
+    client.forget_lookup("third")
+    client.forget_lookup("second")
+    client.end_session("third")
+    assert isinstance(agent.question(), m.EndSession)
+    assert ask(agent, client, "fourth").begun == ("second",)
+    assert ask(agent, client, "fifth").begun == ()

@@ -14,7 +14,7 @@ from lmcache_redis.client.worker import NEVER
 from lmcache_redis.device.handles import CudaFdHandle
 from lmcache_redis.errors import DeviceError
 from tests import cuda_driver
-from tests.cuda_driver.engine import GpuEngine, Host, Memory, gpus
+from tests.cuda_driver.engine import GpuEngine, Host, gpus
 from tests.harness import AgentServer, Engine, block_hashes
 
 pytestmark = [
@@ -52,15 +52,6 @@ def assert_moves(engine: GpuEngine) -> None:
             assert tensor[list(TARGET)].equal(before[rank][name][list(SOURCE)])
 
 
-@pytest.mark.parametrize("memory", ["allocations", "segment", "pieces"])
-def test_chunks_move_in_memory_of_every_kind(
-    agent: AgentServer, host: Host, memory: Memory
-) -> None:
-    with GpuEngine(agent.endpoint, host, world_size=2, gpus=(0, 1), memory=memory) as engine:
-        assert_moves(engine)
-    host.close()  # nothing of it is open any more
-
-
 def test_engines_share_a_gpu(agent: AgentServer, host: Host) -> None:
     with (
         GpuEngine(agent.endpoint, host, model_name="one") as one,
@@ -69,6 +60,7 @@ def test_engines_share_a_gpu(agent: AgentServer, host: Host) -> None:
         assert one.workers[0]._memory.signals is two.workers[0]._memory.signals
         assert_moves(one)
         assert_moves(two)
+    host.close()  # nothing of them is open any more
 
 
 def test_memory_that_cannot_be_exported_is_refused(agent: AgentServer, host: Host) -> None:

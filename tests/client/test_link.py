@@ -19,7 +19,7 @@ from lmcache_redis import transport
 from lmcache_redis.client import link as link_module
 from lmcache_redis.client import news
 from lmcache_redis.client.link import AgentCall, AgentCalls, AgentLink, lose
-from tests.client.stand_in import WAIT_S, Agent
+from tests.client.stand_in import WAIT_S, Agent, welcome
 from tests.servers import wait_until
 
 HELLO = m.Hello(0, "e", "m", 1, 0, "0")
@@ -28,9 +28,7 @@ HELLO = m.Hello(0, "e", "m", 1, 0, "0")
 @pytest.fixture
 def link(agent: Agent) -> Iterator[AgentLink]:
     link = AgentLink(agent.endpoint, HELLO, dead_after_s=WAIT_S)
-    (hello,) = agent.receive()
-    agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 64, 1.0, "0"))
-    assert link.wait_for(lambda: link.online, WAIT_S)
+    agent.welcome(link)
     yield link
     link.close()
 
@@ -85,19 +83,12 @@ def test_who_waits_sees_what_the_listener_changed(agent: Agent, link: AgentLink)
 def test_the_link_waits_for_an_agent_that_says_it_maps(agent: Agent, tmp_path: Path) -> None:
     """Until it says that it has ended."""
     link = AgentLink(agent.endpoint, HELLO, dead_after_s=0.3)
-    (hello,) = agent.receive()
-    agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 64, 1.0, "0"))
+    agent.welcome(link)
     agent.answer(m.Pong(0, 1, "0", mapping=True))
-    assert link.wait_for(lambda: link.online, WAIT_S)
     assert not link.wait_for(lambda: not link.online, 0.8)
     agent.answer(m.Pong(0, 1, "0"))
     assert link.wait_for(lambda: not link.online, WAIT_S)
     link.close()
-
-
-def test_a_call_can_be_lost_before_it_is_sent(agent: Agent, link: AgentLink) -> None:
-    lost = link.lost(2)
-    assert [(call.lost, call.sent) for call in lost] == [(True, False)] * 2
 
 
 def test_why_an_agent_cannot_be_used(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
@@ -194,9 +185,7 @@ def test_a_link_that_alone_has_no_agent_speaks_later(
     monkeypatch.setattr(news, "_ALONE_S", 1.0)
     agent = Agent(tmp_path)
     link = AgentLink(agent.endpoint, HELLO, speaks=False)
-    (hello,) = agent.receive()
-    agent.answer(welcome(hello))
-    assert link.wait_for(lambda: link.online, WAIT_S)
+    agent.welcome(link)
     agent.close()
     wait_until(lambda: any("lost the agent at" in line for line in caplog.messages), what="a line")
     link.close()
@@ -212,26 +201,15 @@ def test_a_renamed_link_connects_again(agent: Agent, link: AgentLink) -> None:
     assert waiting.lost
     assert agent.receive() == [m.Goodbye(0)]
     assert agent.peer == former
-    (hello,) = agent.receive()
+    assert agent.welcome(link).engine_id == "e/copy"
     assert agent.peer != former
-    assert isinstance(hello, m.Hello)
-    assert hello.engine_id == "e/copy"
-    agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 64, 1.0, "0"))
-    assert link.wait_for(lambda: link.online, WAIT_S)
-
-
-def welcome(hello: m.Question, agent_id: str = "agent") -> m.Welcome:
-    return m.Welcome(hello.call_id, agent_id, 1, 2, 64, 1.0, "0")
 
 
 def connect_again(agent: Agent, link: AgentLink) -> None:
     """As a link does that has lost its connection, and a question that is answered then."""
     former = agent.peer
-    while not isinstance(hello := agent.receive()[0], m.Hello):
-        pass
+    agent.welcome(link)
     assert agent.peer != former
-    agent.answer(welcome(hello))
-    assert link.wait_for(lambda: link.online, WAIT_S)
     call = link.submit(m.EndSession, request_id="r")
     assert agent.receive() == [m.EndSession(call.call_id, "r")]
     agent.answer(m.Done(call.call_id))
@@ -302,17 +280,18 @@ def test_a_welcome_that_fails_is_asked_for_again(
     agent: Agent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(news, "_FIRST_PAUSE_S", 0.01)
-    failures = iter(range(3))
+    failures = ["one", "two", "three"]
 
     def fail(_: m.Welcome) -> None:
-        if next(failures, None) is not None:
-            raise ValueError("a bug")
+        if failures:
+            raise ValueError(f"bug {failures.pop()}")
 
     link = AgentLink(agent.endpoint, HELLO, on_welcome=fail, dead_after_s=WAIT_S)
-    for _ in range(3):
+    while failures:
+        left = len(failures)
         (hello,) = agent.receive()
         agent.answer(welcome(hello))
-        assert link.wait_for(lambda: not link.online, WAIT_S)
+        link.wait_for(lambda left=left: len(failures) < left, 0.2)
     connect_again(agent, link)
     assert len(errors_in(caplog)) == 1
     link.close()
@@ -346,9 +325,7 @@ def test_a_closed_link_is_freed_without_the_collector(agent: Agent) -> None:
 
     def closed() -> list[weakref.ref[object]]:
         client = Client()
-        (hello,) = agent.receive()
-        agent.answer(welcome(hello))
-        wait_until(lambda: client.link.online, "a link")
+        agent.welcome(client.link)
         client.link.close()
         return [weakref.ref(client), weakref.ref(client.link)]
 
@@ -421,19 +398,15 @@ def test_an_agent_that_does_not_know_the_link_is_greeted_again(
         agent.answer(m.Pong(0, 1, "0", known=False))
     assert call.wait(WAIT_S)
     assert call.lost != is_asked
-    (hello,) = agent.receive()
-    assert isinstance(hello, m.Hello)
-    agent.answer(welcome(hello))
-    assert link.wait_for(lambda: link.online, WAIT_S)
+    agent.welcome(link)
+    assert link.online
 
 
 def test_a_silent_agent_gets_nothing_that_was_meant_for_it(agent: Agent) -> None:
     """Another connection takes the place of the one whose messages it has not read."""
     link = AgentLink(agent.endpoint, HELLO, dead_after_s=0.3)
-    (hello,) = agent.receive()
+    agent.welcome(link)
     former = agent.peer
-    agent.answer(welcome(hello))
-    assert link.wait_for(lambda: link.online, WAIT_S)
     call = link.submit(m.EndSession, request_id="r")
     assert call.wait(WAIT_S)
     assert (call.lost, call.sent) == (True, True)
@@ -447,11 +420,10 @@ def test_a_silent_agent_gets_nothing_that_was_meant_for_it(agent: Agent) -> None
 def test_calls_of_a_link_that_is_offline_are_lost_at_once(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     link = AgentLink(f"ipc://{tmp_path}/none.sock", HELLO)
-    call = link.submit(m.EndSession, request_id="r")
-    assert (call.lost, call.sent) == (True, False)
+    calls = [link.submit(m.EndSession, request_id="r"), *link.lost(2)]
     link.close()
-    call = link.submit(m.EndSession, request_id="r")
-    assert (call.lost, call.sent) == (True, False)
+    calls.append(link.submit(m.EndSession, request_id="r"))
+    assert [(call.lost, call.sent) for call in calls] == [(True, False)] * 4
     assert not link.online
 
 

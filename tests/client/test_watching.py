@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +13,7 @@ from lmcache_redis.chunks.names import Reach
 from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.scheduler import ChunkWatch, RankPlace, Ranks
 from tests.client.stand_in import WAIT_S, Agent
+from tests.servers import wait_until
 
 A, B = b"a" * 32, b"b" * 32
 
@@ -39,9 +39,7 @@ def watch(agent: Agent, ranks: Ranks) -> Iterator[ChunkWatch]:
     link = AgentLink(agent.endpoint, m.Hello(0, "e", "m", 2, None, "0"), dead_after_s=WAIT_S)
     watch = ChunkWatch(link, ranks)
     assert watch.take() is None, "no agent yet"
-    (hello,) = agent.receive()
-    agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 64, 1.0, "0"))
-    assert link.wait_for(lambda: link.online, WAIT_S)
+    agent.welcome(link)
     yield watch
     link.close()
 
@@ -51,14 +49,10 @@ def is_lost(told: m.Changes | None) -> bool:
 
 
 def news(watch: ChunkWatch) -> m.Changes:
-    deadline_s = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline_s:
-        if watch.has_news:
-            taken = watch.take()
-            assert taken is not None
-            return taken
-        time.sleep(0.002)
-    raise AssertionError("no news")
+    wait_until(lambda: watch.has_news, "news")
+    taken = watch.take()
+    assert taken is not None
+    return taken
 
 
 def test_one_question_is_open_at_a_time(watch: ChunkWatch, agent: Agent) -> None:

@@ -38,21 +38,9 @@ class Node:
             engine_id="engine", agent_dead_after_s=WAIT_S, on_registered=self.told.append,
         )  # fmt: skip
 
-    def question(self) -> m.Question:
-        """The next one, which is no HELLO."""
-        while isinstance(found := self.agent.receive()[0], m.Hello):
-            pass
-        return found
-
     def welcome(self, agent_id: str = "agent", process: tuple[int, int] = HERE) -> None:
-        """Answers HELLO until the worker is content."""
-        former = self.worker.link.welcome
-        while self.worker.link.welcome is former:
-            (hello,) = self.agent.receive()
-            assert isinstance(hello, m.Hello)
-            assert (hello.worker_id, hello.world_size) == (1, 2)
-            self.agent.answer(m.Welcome(hello.call_id, agent_id, *process, 50, 1.0, "0"))
-            self.worker.link.wait_for(lambda: self.worker.link.welcome is not former, 0.2)
+        hello = self.agent.welcome(self.worker.link, agent_id, process)
+        assert (hello.worker_id, hello.world_size) == (1, 2)
 
     def register(self) -> None:
         """Two groups, of blocks of 16 and of 32 tokens. Of the second another has equal bytes."""
@@ -69,11 +57,16 @@ class Node:
 
     def registered(self) -> m.RegisterKVCache:
         """The next question is that, and is answered."""
-        found = self.question()
+        found = self.agent.question()
         assert isinstance(found, m.RegisterKVCache)
         self.agent.answer(m.Done(found.call_id))
         wait_until(lambda: self.worker.ready, "a registered worker")
         return found
+
+    def start(self, agent_id: str = "agent") -> m.RegisterKVCache:
+        self.register()
+        self.welcome(agent_id)
+        return self.registered()
 
     def close(self) -> None:
         self.worker.link.close()
@@ -90,9 +83,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 def test_operations_are_sent_as_the_agent_wants_them(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node.register()
-    node.welcome()
-    names = node.registered()
+    names = node.start()
     assert node.worker.num_blocks_per_chunk() == 4  # of 64 tokens, whole blocks of both groups
     ranks = [share_rank(2, 1), share_rank(1, 0)]
     assert [each.kv_rank for each in names.groups] == ranks
@@ -157,9 +148,7 @@ def test_operations_are_sent_as_the_agent_wants_them(
 
 def test_what_cannot_be_sent_holds_no_blocks(node: Node) -> None:
     """Lists that do not fit, and what is to come after a ticket that could not be recorded."""
-    node.register()
-    node.welcome()
-    node.registered()
+    node.start()
     op = TransferOp([1], [A])
     for begin in (node.worker.begin_stores, node.worker.begin_retrieves):
         with pytest.raises(ValueError, match="zip"):
@@ -178,7 +167,7 @@ def test_an_agent_out_of_sight_gets_no_memory(node: Node, caplog: pytest.LogCapt
     node.welcome(process=NOWHERE)
     wait_until(lambda: "share one PID namespace" in caplog.text, "a refusal")
     (load,) = node.worker.begin_retrieves(["r"], [TransferOp([1], [A])])
-    assert isinstance(node.question(), m.Retrieve), "nothing was registered"
+    assert isinstance(node.agent.question(), m.Retrieve), "nothing was registered"
     node.agent.answer(m.Failure(0, m.UNKNOWN_PEER, "restarted"))
     assert load.call.wait(WAIT_S)
     assert (load.given_up, load.over) == (True, False)
@@ -195,7 +184,7 @@ def test_a_refused_registration_is_told(
     caplog.set_level(logging.ERROR)
     node.register()
     node.welcome()
-    registration = node.question()
+    registration = node.agent.question()
     assert isinstance(registration, m.RegisterKVCache)
     node.agent.answer(m.Failure(registration.call_id, code, "because"))
     refusal = "the agent refused the KV cache: because"
@@ -214,10 +203,10 @@ def test_a_refused_registration_is_told(
 def test_an_answer_of_another_kind_registers_nothing(node: Node) -> None:
     node.register()
     node.welcome()
-    registration = node.question()
+    registration = node.agent.question()
     node.agent.answer(m.StoreResult(registration.call_id, 1, 0, 0))
     (store,) = node.worker.begin_stores(["r"], [TransferOp([1], [A])])
-    assert isinstance(node.question(), m.Store)
+    assert isinstance(node.agent.question(), m.Store)
     assert not node.worker.ready
     assert node.told == []
     assert not store.over
@@ -227,14 +216,12 @@ def test_another_mapping_frees_the_blocks_of_a_lost_agent(
     node: Node,
 ) -> None:
     """Two agents live, as far as the worker knows: the first may resume inside a copy."""
-    node.register()
-    node.welcome("first")
-    node.registered()
+    node.start("first")
     op = TransferOp([1, 2], [A])
     (store,) = node.worker.begin_stores(["r"], [op])
     (load,) = node.worker.begin_retrieves(["r"], [op])
     for _ in range(2):
-        node.question()
+        node.agent.question()
     node.agent.answer(m.Failure(0, m.UNKNOWN_PEER, "restarted"))
     for each in (store, load):
         assert each.call.wait(WAIT_S)
@@ -243,14 +230,14 @@ def test_another_mapping_frees_the_blocks_of_a_lost_agent(
     assert load.failed_blocks == {1, 2}
     assert not node.worker.ready
     node.welcome("second")
-    registration = node.question()
+    registration = node.agent.question()
     assert isinstance(registration, m.RegisterKVCache)
     assert not load.over, "it was sent, and is not mapped"
     node.agent.answer(m.Done(registration.call_id))
     wait_until(lambda: node.worker.ready, "a registered worker")
     assert load.over
     (later,) = node.worker.begin_retrieves(["s"], [op])
-    node.question()
+    node.agent.question()
     node.agent.answer(m.Failure(0, m.UNKNOWN_PEER, "restarted"))
     assert later.call.wait(WAIT_S)
     assert not later.over, "only a later mapping frees them"
@@ -261,11 +248,9 @@ def test_memory_is_free_once_the_agent_says_so(node: Node, monkeypatch: pytest.M
     export = worker_module.export
     monkeypatch.setattr(export, "withdraw", lambda handles: withdrawn.append(len(handles)))
     assert node.worker.unregister(), "nobody has it"
-    node.register()
-    node.welcome()
-    node.registered()
+    node.start()
     assert not node.worker.unregister()
-    question = node.question()
+    question = node.agent.question()
     assert isinstance(question, m.UnregisterKVCache)
     assert not node.worker.ready
     (store,) = node.worker.begin_stores(["r"], [TransferOp([1], [A])])
@@ -277,6 +262,19 @@ def test_memory_is_free_once_the_agent_says_so(node: Node, monkeypatch: pytest.M
     node.register()
     node.registered()
     assert not node.worker.unregister()
-    question = node.question()
+    question = node.agent.question()
     node.agent.answer(m.Failure(question.call_id, m.FAILED, "a driver hangs"))
     assert not node.worker.unregister(WAIT_S)
+
+
+def test_a_welcome_meanwhile_does_not_register_twice(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads register. The second would unmap what a store after the first's answer reads."""
+    monkeypatch.setattr(worker_module.export, "withdraw", lambda storages: node.welcome())
+    node.register()
+    monkeypatch.undo()
+    node.registered()
+    node.worker.unregister()
+    assert isinstance(node.agent.question(), m.UnregisterKVCache)
+    assert not node.worker.ready

@@ -21,13 +21,14 @@ def _mixed(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     from vllm.lora.request import LoRARequest
 
     prompt, adapters = json.loads(os.environ["PROMPT"]), json.loads(os.environ["ADAPTERS"])
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=8, min_tokens=8, ignore_eos=True, detokenize=False
-    )
+    how = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     loras = [LoRARequest(path, number, path) for number, path in enumerate(adapters, start=1)]
-    prompts = [{"prompt_token_ids": prompt}, *({"prompt_token_ids": prompt[1:]} for _ in loras)]
-    found = llm.generate(prompts, sampling, use_tqdm=False, lora_request=[None, *loras])
-    Path(os.environ["MIXED"]).write_text(json.dumps(list(found[0].outputs[0].token_ids)))
+    # Those with adapters come first, and are there until the last step.
+    prompts = [*({"prompt_token_ids": prompt[1:]} for _ in loras), {"prompt_token_ids": prompt}]
+    sampling = [*(SamplingParams(**how, max_tokens=64) for _ in loras)]
+    sampling.append(SamplingParams(**how, max_tokens=8))
+    found = llm.generate(prompts, sampling, use_tqdm=False, lora_request=[*loras, None])
+    Path(os.environ["MIXED"]).write_text(json.dumps(list(found[-1].outputs[0].token_ids)))
     return {}
 
 

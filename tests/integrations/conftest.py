@@ -29,9 +29,12 @@ OPTIONS = {"dtype": "float32", "max_model_len": 2048, "num_gpu_blocks_override":
 SIZES = {"chunk_size_tokens": 256, "slot_bytes": (1 << 20) - 4096, "pool_bytes": 256 << 20}
 
 
+KV_HEADS = 4
+
+
 def make_model(directory: Path, seed: int) -> Path:
     """A small Llama whose greedy tokens differ by prompt."""
-    return write_model("llama", directory, seed=seed, num_key_value_heads=4)
+    return write_model("llama", directory, seed=seed, num_key_value_heads=KV_HEADS)
 
 
 @pytest.fixture(scope="session", autouse=True)

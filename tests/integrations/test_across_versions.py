@@ -25,8 +25,10 @@ from lmcache_redis.integrations.vllm.identity import engine_identity as settings
 from lmcache_redis.integrations.vllm.identity import versions
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_identity
 from lmcache_redis.integrations.vllm.identity.versions import computation, pairs_of_version
-from tests.integrations.test_heads import registration
+from tests.integrations.layers import BLOCK, cpu_layer, registration
+from tests.integrations.test_groups import full
 from tests.integrations.test_identity import LLAMA, Identity, differ, identity
+from tests.integrations.test_support import engine
 
 __all__ = ["identity"]  # a fixture
 
@@ -218,29 +220,18 @@ def test_what_is_not_known_is_refused(version: Version, change: Change, why: str
         digest(version(change))
 
 
-def config(**others: Any) -> Any:
-    found: dict[str, Any] = {
-        "quantization": None,
-        "multimodal_config": None,
-        "cache_dtype": "auto",
-        "load_format": "auto",
-        "lora_config": None,
-        "draft": None,
-        **others,
-    }
-    model = SimpleNamespace(
-        quantization=found["quantization"],
-        multimodal_config=found["multimodal_config"],
-        dtype=torch.bfloat16,
-    )
-    draft = found["draft"]
-    return SimpleNamespace(
-        model_config=model,
-        cache_config=SimpleNamespace(cache_dtype=found["cache_dtype"]),
-        load_config=SimpleNamespace(load_format=found["load_format"]),
-        lora_config=found["lora_config"],
-        speculative_config=draft
-        and SimpleNamespace(method=draft, draft_model_config=object(), draft_load_config=None),
+MEDIA, TEXT_ALONE = SimpleNamespace(), SimpleNamespace(language_model_only=True)
+SHARES: dict[str, Any] = {
+    "model_config": {"dtype": torch.bfloat16},
+    "load_config": {"load_format": "auto"},
+    "speculative_config": {"method": "ngram", "draft_model_config": object()},
+}
+
+
+def config(**changes: dict[str, Any]) -> Any:
+    """Settings of an engine that shares across versions, but for ``changes`` (by config)."""
+    return engine(
+        **{name: SHARES.get(name, {}) | changes.get(name, {}) for name in SHARES | changes}
     )
 
 
@@ -256,14 +247,13 @@ def runs(version: Version, monkeypatch: pytest.MonkeyPatch) -> Any:
     ("of", "unprobed", "why"),
     [
         ({}, [], ""),
-        ({"quantization": "fp8"}, [], "its weights are quantized (fp8)"),
-        ({"cache_dtype": "fp8_e4m3"}, [], "its KV is quantized (fp8_e4m3)"),
-        ({"load_format": "dummy"}, [], "--load-format dummy draws the weights"),
-        ({"multimodal_config": SimpleNamespace()}, [], "prepares images and other media"),
-        ({"multimodal_config": SimpleNamespace(language_model_only=True)}, [], ""),
-        ({"lora_config": SimpleNamespace()}, [], "applies adapters"),
-        ({"draft": "eagle"}, [], "its draft model shares the blocks"),
-        ({"draft": "ngram"}, [], ""),
+        ({"model_config": {"quantization": "fp8"}}, [], "its weights are quantized (fp8)"),
+        ({"cache_config": {"cache_dtype": "fp8_e4m3"}}, [], "its KV is quantized (fp8_e4m3)"),
+        ({"load_config": {"load_format": "dummy"}}, [], "--load-format dummy draws the weights"),
+        ({"model_config": {"multimodal_config": MEDIA}}, [], "prepares images and other media"),
+        ({"model_config": {"multimodal_config": TEXT_ALONE}}, [], ""),
+        ({"lora_config": {}}, [], "applies adapters"),
+        ({"speculative_config": {"method": "eagle"}}, [], "its draft model shares the blocks"),
         ({}, ["its layers (A) cannot be probed"], "its layers (A) cannot be probed"),
     ],
 )
@@ -328,6 +318,9 @@ def test_the_version_leaves_the_identity(
 
 
 def test_an_engine_registers_what_it_has_found(tmp_path: Path) -> None:
-    for extra in ({}, {"share_across_versions": True}):
-        _, pairs = registration(tmp_path, extra, 4, times=2)
+    layer = cpu_layer("vec", heads=4)
+    layers, caches = {"layer.0": layer}, {"layer.0": layer.kv_cache}
+    for share in (False, True):
+        how = {"times": 2, "share_across_versions": share}
+        _, pairs = registration(tmp_path, [full(BLOCK)], caches, layers=layers, **how)
         assert pairs["engine"] == f"vllm {vllm.__version__}", making.NOT_SEEN

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,8 @@ from tests.integrations.test_groups import full, state, window
 from tests.integrations.test_hybrid_scheduler import CHUNK, config_dir, tokens
 
 __all__ = ["config_dir"]
+
+PROMPT = [*tokens(random.Random(2), 4 * CHUNK), 1]
 
 
 class Executor:
@@ -92,12 +94,28 @@ class Core(EngineCore):
     def let_transfers_end(self, end: bool) -> None:
         self.played._rng.random = self._random if end else lambda: 0.9  # type: ignore[method-assign]
 
-    def store(self, prompt: list[int]) -> None:
+    def store(self) -> None:
         """Asks for the prompt and steps until its answer is there; a store is in flight."""
-        self.played.ask(prompt, 2)
+        self.played.ask(PROMPT, 2)
         while self.played.asked:
             self.played.step()
         assert self.played.transfers._stores
+
+    def load(self, *, ends: bool, beside: Sequence[int] = ()) -> str:
+        """A request loads what another has stored. beside: a prompt that runs already."""
+        self.store()
+        self.finish()
+        assert self.reset_prefix_cache()
+        self.let_transfers_end(ends)
+        if beside:
+            self.played.ask(beside, 20)
+            self.played.step()
+        request_id = self.played.ask(PROMPT, 2)
+        self.played.step()
+        assert self.played.counts.loads == 1
+        while ends and self.played.transfers._loads:
+            self.played.step()
+        return request_id
 
     def finish(self) -> None:
         """All requests end, and all transfers; the played engine checks every block."""
@@ -109,8 +127,11 @@ class Ended(Exception):
     """The core has begun to shut down."""
 
 
+MakeCore = Callable[..., Core]
+
+
 @pytest.fixture
-def make_core(config_dir: Path) -> Callable[..., Core]:
+def make_core(config_dir: Path) -> MakeCore:
     def make(*specs: Any, run: str | None = None, **options: Any) -> Core:
         options = {"chunk_tokens": CHUNK, "num_blocks": 300, **options}
         rng = random.Random(1)
@@ -123,9 +144,9 @@ SPECS = [[full(4)], [full(4), window(10, block=4)], [state(8), full(8)]]
 
 
 @pytest.mark.parametrize("specs", SPECS)
-def test_a_reset_does_not_wait_for_stores(make_core: Callable[..., Core], specs: list[Any]) -> None:
+def test_a_reset_does_not_wait_for_stores(make_core: MakeCore, specs: list[Any]) -> None:
     core = make_core(*specs)
-    core.store([*tokens(random.Random(2), 4 * CHUNK), 1])
+    core.store()
     held = core.played.free_blocks - core.played.pool.get_num_free_blocks()
     assert held > 0
     assert core.reset_prefix_cache()
@@ -138,24 +159,11 @@ def test_a_reset_does_not_wait_for_stores(make_core: Callable[..., Core], specs:
 
 @pytest.mark.parametrize("specs", SPECS)
 @pytest.mark.parametrize("state", ["loading", "loaded", "aborted"])
-def test_a_reset_does_not_wait_for_loads(
-    make_core: Callable[..., Core], specs: list[Any], state: str
-) -> None:
+def test_a_reset_does_not_wait_for_loads(make_core: MakeCore, specs: list[Any], state: str) -> None:
     """Requests that load, or have loaded, start over: vLLM alone would hold no block."""
     core = make_core(*specs)
-    prompt = [*tokens(random.Random(2), 4 * CHUNK), 1]
-    core.store(prompt)
-    core.finish()
-    core.let_transfers_end(False)
-    assert core.reset_prefix_cache()
-    request_id = core.played.ask(prompt, 2)
-    core.played.step()
-    assert core.played.counts.loads == 1
-    if state == "loaded":
-        core.let_transfers_end(True)
-        while core.played.transfers._loads:
-            core.played.step()
-    elif state == "aborted":
+    request_id = core.load(ends=state == "loaded")
+    if state == "aborted":
         core.played.abort(request_id)
     assert core.reset_prefix_cache()
     core.finish()
@@ -164,41 +172,19 @@ def test_a_reset_does_not_wait_for_loads(
 
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_reset_takes_blocks_of_loads_when_the_cache_is_off(
-    make_core: Callable[..., Core], loaded: bool
+    make_core: MakeCore, loaded: bool
 ) -> None:
     core = make_core()
-    prompt = [*tokens(random.Random(2), 4 * CHUNK), 1]
-    core.store(prompt)
-    core.finish()
-    core.let_transfers_end(False)
-    assert core.reset_prefix_cache()
-    core.played.ask(prompt, 2)
-    core.played.step()
-    assert core.played.counts.loads == 1
-    if loaded:
-        core.let_transfers_end(True)
-        while core.played.transfers._loads:
-            core.played.step()
+    core.load(ends=loaded)
     core.played.connector.turn_off()
     assert core.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_a_pause_that_keeps_requests_ends(make_core: Callable[..., Core], loaded: bool) -> None:
+def test_a_pause_that_keeps_requests_ends(make_core: MakeCore, loaded: bool) -> None:
     """A request that is loaded and waits, beside one that runs."""
     core = make_core(full(4))
-    prompt = [*tokens(random.Random(2), 4 * CHUNK), 1]
-    core.store(prompt)
-    core.finish()
-    assert core.reset_prefix_cache()
-    core.let_transfers_end(loaded)
-    core.played.ask(tokens(random.Random(3), 20), 20)
-    core.played.step()
-    core.played.ask(prompt, 2)
-    core.played.step()
-    if loaded:
-        while core.played.transfers._loads:
-            core.played.step()
+    core.load(ends=loaded, beside=tokens(random.Random(3), 20))
     assert core.pause_scheduler("keep") is None
     assert len(core.played.pool.cached_block_hash_to_block) == 0
     core.resume_scheduler()
@@ -206,10 +192,10 @@ def test_a_pause_that_keeps_requests_ends(make_core: Callable[..., Core], loaded
     assert core.played.counts.finished == 3
 
 
-def test_a_pause_keeps_the_epoch(make_core: Callable[..., Core]) -> None:
+def test_a_pause_keeps_the_epoch(make_core: MakeCore) -> None:
     core = make_core()
     agent = core.played.agent
-    core.store([*tokens(random.Random(2), 4 * CHUNK), 1])
+    core.store()
     core.pause_scheduler("abort")
     core.resume_scheduler()
     assert core.epochs.current == b""
@@ -219,14 +205,14 @@ def test_a_pause_keeps_the_epoch(make_core: Callable[..., Core]) -> None:
     assert agent.cleared == []
 
 
-def test_a_clear_hides_what_others_share(make_core: Callable[..., Core]) -> None:
+def test_a_clear_hides_what_others_share(make_core: MakeCore) -> None:
     """Only chunks of an epoch that nobody else has are removed."""
     core = make_core()
     assert core.reset_prefix_cache(reset_connector=True)
     own = core.epochs.current
     assert core.epochs.is_own
     assert core.played.agent.cleared == []
-    core.store([*tokens(random.Random(2), 4 * CHUNK), 1])
+    core.store()
     assert core.reset_prefix_cache(reset_connector=True)
     assert core.played.agent.cleared == [own]
     core.collective_rpc(engines.WEIGHTS_ID_RPC, args=("step-1",))
@@ -234,21 +220,17 @@ def test_a_clear_hides_what_others_share(make_core: Callable[..., Core]) -> None
     assert core.played.agent.cleared == [own]
 
 
-def test_weights_written_past_every_call_are_seen(make_core: Callable[..., Core]) -> None:
+def test_weights_written_past_every_call_are_seen(make_core: MakeCore) -> None:
     """``load_weights`` and then ``reset_prefix_cache()``, as trainers in the same process do."""
     core = make_core()
-    prompt = [*tokens(random.Random(2), 4 * CHUNK), 1]
-    core.store(prompt)
+    core.store()
     core.finish()
     core.executor.digest = b"second"
-    assert core.reset_prefix_cache()
-    core.played.ask(prompt, 2)
-    core.finish()
-    assert core.played.counts.loads == 0
-    assert core.reset_prefix_cache()
-    core.played.ask(prompt, 2)
-    core.finish()
-    assert core.played.counts.loads == 1
+    for loads in (0, 1):
+        assert core.reset_prefix_cache()
+        core.played.ask(PROMPT, 2)
+        core.finish()
+        assert core.played.counts.loads == loads
 
 
 @pytest.mark.parametrize(
@@ -258,7 +240,7 @@ def test_weights_written_past_every_call_are_seen(make_core: Callable[..., Core]
         "release_late_interaction_query_cache",
     ],
 )  # fmt: skip
-def test_calls_that_leave_the_weights_alone(make_core: Callable[..., Core], method: str) -> None:
+def test_calls_that_leave_the_weights_alone(make_core: MakeCore, method: str) -> None:
     core = make_core()
     core.collective_rpc(method)
     assert core.epochs.current == b""
@@ -266,9 +248,7 @@ def test_calls_that_leave_the_weights_alone(make_core: Callable[..., Core], meth
 
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("method", ["start_weight_update", "update_weights", "reset_weights", len])
-def test_any_other_call_is_an_update(
-    make_core: Callable[..., Core], method: Any, broken: bool
-) -> None:
+def test_any_other_call_is_an_update(make_core: MakeCore, method: Any, broken: bool) -> None:
     core = make_core()
     core.executor.broken = broken
     try:
@@ -279,9 +259,7 @@ def test_any_other_call_is_an_update(
 
 
 @pytest.mark.parametrize("method", ["reload_weights", "finish_weight_update"])
-def test_an_update_to_the_same_weights_changes_nothing(
-    make_core: Callable[..., Core], method: str
-) -> None:
+def test_an_update_to_the_same_weights_changes_nothing(make_core: MakeCore, method: str) -> None:
     core = make_core()
     core.collective_rpc(method)
     assert core.epochs.current == b""
@@ -294,7 +272,7 @@ def test_an_update_to_the_same_weights_changes_nothing(
 
 
 def test_a_failed_reload_is_doubted_until_the_weights_are_read(
-    make_core: Callable[..., Core],
+    make_core: MakeCore,
 ) -> None:
     core = make_core()
     core.executor.broken = True
@@ -305,7 +283,7 @@ def test_a_failed_reload_is_doubted_until_the_weights_are_read(
     assert core.epochs.current == b""
 
 
-def test_a_sleep_without_weights_ends_the_epoch(make_core: Callable[..., Core]) -> None:
+def test_a_sleep_without_weights_ends_the_epoch(make_core: MakeCore) -> None:
     """vLLM's flow for trainers and for snapshots: sleep at level 2, reload, wake."""
     core = make_core()
     core.sleep(1)
@@ -326,14 +304,14 @@ def test_a_sleep_without_weights_ends_the_epoch(make_core: Callable[..., Core]) 
     assert core.epochs.is_own
 
 
-def test_own_epochs_end_when_weights_change(make_core: Callable[..., Core]) -> None:
+def test_own_epochs_end_when_weights_change(make_core: MakeCore) -> None:
     core = make_core()
     owns = []
     for step in range(4):
         core.executor.digest = b"step %d" % step
         core.collective_rpc("update_weights")
         assert core.reset_prefix_cache()
-        core.store([*tokens(random.Random(2), 4 * CHUNK), 1])
+        core.store()
         core.finish()
         core.let_transfers_end(False)
         owns.append(core.epochs.current)
@@ -341,7 +319,7 @@ def test_own_epochs_end_when_weights_change(make_core: Callable[..., Core]) -> N
 
 
 def test_methods_that_others_have_wrapped_are_still_watched(
-    make_core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decorator of vLLM's own is not taken for ours, and ours is found behind another."""
 
@@ -365,7 +343,7 @@ def test_methods_that_others_have_wrapped_are_still_watched(
     assert EngineCore.collective_rpc is twice
 
 
-def test_versions_are_shared_in_a_named_run_only(make_core: Callable[..., Core]) -> None:
+def test_versions_are_shared_in_a_named_run_only(make_core: MakeCore) -> None:
     core, named = make_core(), make_core(run="run-7")
     core.set_weight_version("100")
     assert core.get_weight_version() == "100"
@@ -380,14 +358,14 @@ def test_versions_are_shared_in_a_named_run_only(make_core: Callable[..., Core])
 
 
 @pytest.mark.parametrize("weights_id", ["", "x" * 257, None, 7])
-def test_an_id_is_a_short_text(make_core: Callable[..., Core], weights_id: Any) -> None:
+def test_an_id_is_a_short_text(make_core: MakeCore, weights_id: Any) -> None:
     core = make_core()
     with pytest.raises(ValueError, match="1 to 256 characters"):
         core.collective_rpc(engines.WEIGHTS_ID_RPC, args=(weights_id,))
     assert core.epochs.current == b""
 
 
-def test_a_restored_engine_has_a_name_of_its_own(make_core: Callable[..., Core]) -> None:
+def test_a_restored_engine_has_a_name_of_its_own(make_core: MakeCore) -> None:
     core = make_core()
     names: list[str] = []
     core.played.connector.renamed = names.append  # type: ignore[method-assign]
@@ -399,7 +377,7 @@ def test_a_restored_engine_has_a_name_of_its_own(make_core: Callable[..., Core])
 
 
 def test_a_sleeping_engine_is_not_read(
-    make_core: Callable[..., Core], caplog: pytest.LogCaptureFixture
+    make_core: MakeCore, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a GPU that would be an error that ends the engine. What it wakes with is not known."""
     core = make_core()
@@ -412,7 +390,7 @@ def test_a_sleeping_engine_is_not_read(
 
 
 def test_an_engine_whose_parameters_cannot_be_read(
-    make_core: Callable[..., Core], caplog: pytest.LogCaptureFixture
+    make_core: MakeCore, caplog: pytest.LogCaptureFixture
 ) -> None:
     core = make_core()
     core.epochs._read = Engine(None, core.played.scheduler).parameters  # it was not seen
@@ -422,7 +400,7 @@ def test_an_engine_whose_parameters_cannot_be_read(
     assert "check_weights" in caplog.text
 
 
-def test_an_epoch_ends_before_the_workers_do(make_core: Callable[..., Core]) -> None:
+def test_an_epoch_ends_before_the_workers_do(make_core: MakeCore) -> None:
     """vLLM kills a core whose workers take 5 s to end. Another engine of its process goes on."""
     ends, goes_on = make_core(), make_core()
     for core in (ends, goes_on):

@@ -108,61 +108,55 @@ def test_weights_are_reloaded_in_a_running_engine(
 
 
 @pytest.mark.long
-def test_pauses_snapshots_and_weights_written_past_every_call(
-    weights: Weights, agent: AgentServer, tmp_path: Path
+def test_the_same_weights_again_and_nothing_left_of_others(
+    weights: Weights, agent: AgentServer, redis_server: RedisServer, tmp_path: Path
 ) -> None:
+    """Pauses, snapshots, weights written past every call, and many updates of one engine."""
     weights.put(0)
     trained = tmp_path / "trained"
     patch = {
         PATCH_VARIABLE: str(Path(__file__).with_name("writer.py")),
         "TRAINED": str(trained),
     }
-    with start(weights.model, agent, tmp_path / "engine.log", env=patch) as engine:
-        assert weights.ask(engine, 0) == 0
-        engine.step("pause")  # also while its store is in flight
-        assert weights.ask(engine, 0) == 3 * CHUNK
+    with start(weights.model, agent, tmp_path / "one.log", env=patch) as one:
+        assert weights.ask(one, 0) == 0
+        one.step("pause")  # also while its store is in flight
+        assert weights.ask(one, 0) == 3 * CHUNK
         assert agent.counter("clears") == 0
+        agent.wait_idle()
+        of_one_epoch = keys_in(redis_server)
 
         names = [each["engine_id"] for each in agent.status()["engines"]]
-        engine.rpc("checkpoint_prepare")
-        engine.rpc("checkpoint_restore")
+        one.rpc("checkpoint_prepare")
+        one.rpc("checkpoint_restore")
 
         def is_renamed() -> bool:
             now = [each["engine_id"] for each in agent.status()["engines"]]
             return ready(agent) and now != names
 
         wait_until(is_renamed, what="the engine under its new name")
-        wait_for_a_hit(engine, Prompts(12).tokens(CHUNK + 10))
-        assert weights.ask(engine, 0) == 3 * CHUNK
+        wait_for_a_hit(one, Prompts(12).tokens(CHUNK + 10))
+        assert weights.ask(one, 0) == 3 * CHUNK
+        agent.wait_idle()
+        shared = keys_in(redis_server)
+        both = shared + of_one_epoch
 
         weights.put(1)
         trained.touch()
         wait_until(lambda: not trained.exists(), what="weights that a trainer writes")
-        assert weights.ask(engine, 1) == 0
-        weights.wait_for_a_hit(engine, 1)
+        assert weights.ask(one, 1) == 0
+        weights.wait_for_a_hit(one, 1)
         weights.put(0)
         trained.touch()
         wait_until(lambda: not trained.exists(), what="the first weights again")
-        assert weights.ask(engine, 0) == 3 * CHUNK
-        engine.step("pause")
-        assert weights.ask(engine, 0) == 3 * CHUNK
-
-
-@pytest.mark.long
-def test_the_same_weights_again_and_nothing_left_of_others(
-    weights: Weights, agent: AgentServer, redis_server: RedisServer, tmp_path: Path
-) -> None:
-    weights.put(0)
-    patch = {PATCH_VARIABLE: str(Path(__file__).with_name("writer.py")), "TRAINED": ""}
-    with start(weights.model, agent, tmp_path / "one.log", env=patch) as one:
-        assert weights.ask(one, 0) == 0
-        weights.wait_for_a_hit(one, 0)
-        agent.wait_idle()
-        shared = keys_in(redis_server)
+        assert weights.ask(one, 0) == 3 * CHUNK
+        one.step("pause")
+        assert weights.ask(one, 0) == 3 * CHUNK
         one.rpc("reload_weights")
         assert weights.ask(one, 0) == 3 * CHUNK
         one.step("sleep")  # without weights, which are loaded again: snapshots do so
         assert weights.ask(one, 0) == 3 * CHUNK
+
         for _ in range(3):
             weights.reload(one, 1)
             assert weights.ask(one, 1) == 0
@@ -170,7 +164,7 @@ def test_the_same_weights_again_and_nothing_left_of_others(
             weights.reload(one, 1)  # its own epoch goes on
             assert weights.ask(one, 1) == 3 * CHUNK
             agent.wait_idle()
-            wait_until(lambda: keys_in(redis_server) == 2 * shared, what="one epoch beside it")
+            wait_until(lambda: keys_in(redis_server) == both, what="one epoch beside it")
             weights.reload(one, 0)
             assert weights.ask(one, 0) == 3 * CHUNK
             wait_until(lambda: keys_in(redis_server) == shared, what="what others share")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ from lmcache_redis.integrations.vllm.identity.engine_identity import (
     require_looks,
 )
 from lmcache_redis.integrations.vllm.wrapping import wrap_once
-from tests.integrations.test_identity import LLAMA
-from tests.integrations.test_weights import write_safetensors
+from tests.integrations.test_identity import write_model
 
 pytestmark = pytest.mark.unit
 
@@ -34,18 +34,12 @@ pytestmark = pytest.mark.unit
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     """Of an engine with a model, a draft model and a file of scales, that vLLM has not read yet."""
-    import json
-
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(files, "_seen", {})
-    for name in ("model", "draft"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(LLAMA))
-        write_safetensors(tmp_path / name / "model.safetensors", [1000])
     register()
-    draft: Any = {"method": "draft_model", "model": str(tmp_path / "draft")}
+    draft: Any = {"method": "draft_model", "model": str(write_model(tmp_path / "draft"))}
     made: VllmConfig = EngineArgs(
-        model=str(tmp_path / "model"),
+        model=str(write_model(tmp_path / "model")),
         skip_tokenizer_init=True,
         speculative_config={**draft, "num_speculative_tokens": 2},
         kv_transfer_config=KVTransferConfig(kv_connector=CONNECTOR_NAME, kv_role="kv_both"),
@@ -62,49 +56,57 @@ def identify(config: VllmConfig, weights_id: str | None = None) -> dict[str, str
     return engine_identity(config, rank=0, backend="", weights_id=weights_id)
 
 
-@pytest.mark.parametrize("name", ["model/model.safetensors", "draft/model.safetensors"])
-@pytest.mark.parametrize("how", ["rewritten", "renamed", "touched", "gone and back"])
+def rewrite(path: Path) -> None:
+    """Of the same size, with the time put back."""
+    times = path.stat()
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def rename(path: Path) -> None:
+    shutil.copy2(path, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+
+def remove_and_restore(path: Path) -> None:
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("model", rewrite),
+        ("draft", rewrite),
+        ("model", rename),
+        ("model", Path.touch),  # an equal file would be right, but who has compared them?
+        ("model", remove_and_restore),
+    ],
+)
 def test_weights_that_have_changed_since_are_not_known(
-    config: VllmConfig, tmp_path: Path, name: str, how: str
+    config: VllmConfig, tmp_path: Path, name: str, change: Callable[[Path], None]
 ) -> None:
-    path = tmp_path / name
     look_at_files(config)
     before = identify(config)
-    times = path.stat()
-    if how == "rewritten":  # of the same size, with the time put back
-        path.write_bytes(path.read_bytes()[:-1] + b"x")
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    elif how == "renamed":
-        shutil.copy2(path, tmp_path / "new")
-        (tmp_path / "new").replace(path)
-    elif how == "touched":  # an equal file would be right, but who has compared them?
-        path.touch()
-    else:
-        data = path.read_bytes()
-        path.unlink()
-        path.write_bytes(data)
+    change(tmp_path / name / "model.safetensors")
     with pytest.raises(Unsupported, match=r"has changed since this engine started.* weights_id"):
         identify(config)
     named = identify(config, "mine")
-    assert named["weights"] == ("" if name.startswith("model") else before["weights"])
-    assert named["draft"] != before["draft"] or name.startswith("model")
+    assert named["weights"] == ("" if name == "model" else before["weights"])
+    assert named["draft"] != before["draft"] or name == "model"
 
 
-@pytest.mark.parametrize("name", ["model/adapter.safetensors", "model/modeling_x.py"])
-def test_files_that_have_come_since_are_not_known(
+@pytest.mark.parametrize(
+    "name", ["model/adapter.safetensors", "model/modeling_x.py", "scales.json"]
+)
+def test_other_files_that_have_changed_since_are_not_known(
     config: VllmConfig, tmp_path: Path, name: str
 ) -> None:
     look_at_files(config)
-    (tmp_path / name).write_bytes(b"new")
-    with pytest.raises(Unsupported, match=name):
-        identify(config)
-
-
-def test_scales_that_have_changed_since_are_not_known(config: VllmConfig, tmp_path: Path) -> None:
-    look_at_files(config)
     identify(config)
-    (tmp_path / "scales.json").write_text("[]")
-    with pytest.raises(Unsupported, match=r"scales.json has changed"):
+    (tmp_path / name).write_bytes(b"new")
+    with pytest.raises(Unsupported, match=f"{name} has changed"):
         identify(config)
 
 

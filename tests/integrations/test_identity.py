@@ -25,9 +25,6 @@ from vllm.platforms.interface import DeviceCapability
 from lmcache_redis.errors import Unsupported
 from lmcache_redis.integrations.vllm.identity import engine_identity as settings
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_identity
-from tests.engines import PATCH_VARIABLE, ForkedEngine
-from tests.harness import AgentServer, wait_until
-from tests.integrations.conftest import Prompts
 from tests.integrations.test_weights import write_safetensors
 
 LLAMA: dict[str, Any] = {
@@ -55,6 +52,15 @@ PHI3: dict[str, Any] = {
 }
 
 
+def write_model(directory: Path, config: dict[str, Any] = LLAMA) -> Path:
+    """Its settings, and weights if there are none."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    if not os.path.lexists(directory / "model.safetensors"):
+        write_safetensors(directory / "model.safetensors", [1000])
+    return directory
+
+
 class Identity:
     """The identity of an engine of the model whose config.json is ``config``."""
 
@@ -68,11 +74,7 @@ class Identity:
         return engine_identity(made, rank=rank, backend="CPU_ATTN", weights_id=weights_id)
 
     def config(self, config: dict[str, Any] = LLAMA, **options: Any) -> VllmConfig:
-        directory = self._directory
-        directory.mkdir(exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(config))
-        if not os.path.lexists(directory / "model.safetensors"):
-            write_safetensors(directory / "model.safetensors", [1000])
+        directory = write_model(self._directory, config)
         arguments: dict[str, Any] = {
             "model": str(directory),
             "skip_tokenizer_init": True,
@@ -172,28 +174,13 @@ def test_code_and_processors_that_come_with_the_model_count(
     assert differ(with_code, identity()) == {"weights"}
 
 
-def test_an_unidentified_model_is_not_cached_without_a_name(
-    identity: Identity, tmp_path: Path
-) -> None:
-    identity()
-    weights = tmp_path / "model" / "model.safetensors"
-    weights.unlink()
-    weights.symlink_to("nowhere")
-    with pytest.raises(Unsupported, match="weights_id"):
-        identity()
-    assert identity(weights_id="mine")["weights_id"] == "mine"
-
-
 def test_a_draft_model_counts_where_its_layers_are_in_the_cache(
     identity: Identity, tmp_path: Path
 ) -> None:
     plain = identity()
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     assert differ(plain, identity(speculative_config=ngram)) == set()
-    draft = tmp_path / "draft"
-    draft.mkdir()
-    (draft / "config.json").write_text(json.dumps(LLAMA))
-    write_safetensors(draft / "model.safetensors", [1000])
+    draft = write_model(tmp_path / "draft")
     with_draft = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
     first = identity(speculative_config=with_draft)
     assert differ(plain, first) == {"draft"}
@@ -219,6 +206,20 @@ def test_the_version_of_transformers_counts(
     assert plain["transformers"] == importlib.metadata.version("transformers")
     monkeypatch.setattr(settings, "version", lambda name: f"another {name}")
     assert differ(plain, identity()) == {"transformers"}
+
+
+def test_data_parallel_cores_have_ids_of_their_own() -> None:
+    def id_of(instance_id: str, index: int) -> str:
+        config: Any = SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_rank=0, data_parallel_index=index),
+            kv_transfer_config=SimpleNamespace(engine_id="shared"),
+            instance_id=instance_id,
+        )
+        return settings.engine_id(config)
+
+    ids = [id_of(*of) for of in (("a", 0), ("a", 1), ("b", 0), ("b", 1))]
+    assert len(set(ids)) == 4
+    assert ids == [id_of(*of) for of in (("a", 0), ("a", 1), ("b", 0), ("b", 1))]
 
 
 def install(directory: Path, name: str, version: str, module: str, group: str) -> None:
@@ -310,49 +311,3 @@ def test_a_value_without_a_name_keeps_the_cache_off(identity: Identity, value: A
 def test_unexpected_settings_never_reach_the_engine() -> None:
     with pytest.raises(Unsupported, match="cannot be read"):
         engine_identity(SimpleNamespace(), rank=0, backend="")  # type: ignore[arg-type]
-
-
-# Two hosts on one machine: the instruction set of one is forced.
-
-_WITHOUT_AMX = """
-import vllm.v1.attention.backends.cpu_attn as backend
-
-backend._get_attn_isa = lambda *args, **kwargs: "vec"
-"""
-
-
-@pytest.mark.long
-@pytest.mark.engine
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX")
-def test_another_instruction_set_is_not_asked_for_its_kernels(
-    model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
-) -> None:
-    patch = tmp_path / "without_amx.py"
-    patch.write_text(_WITHOUT_AMX)
-    question = prompts.tokens(700)
-
-    def hits(log: str, env: dict[str, str]) -> list[int]:
-        """Cached tokens of one question, asked twice with vLLM's own cache emptied between."""
-        engine = ForkedEngine(
-            model_dir,
-            connector_endpoint=agent.endpoint,
-            log_path=tmp_path / log,
-            options={"dtype": "bfloat16", "max_model_len": 2048, "block_size": 32},
-            env={"VLLM_CPU_KVCACHE_SPACE": "1", **env},
-        )
-        with engine:
-            wait_until(
-                lambda: any(each["ready"] for each in agent.status()["engines"]),
-                what="the engine at the agent",
-            )
-            cold = engine.generate([question], 8)
-            agent.wait_idle()
-            assert engine.reset_prefix_cache()
-            warm = engine.generate([question], 8)
-            assert warm.outputs == cold.outputs
-        assert "cannot be probed" not in (tmp_path / log).read_text()
-        return [each.details["cached_tokens"][0] for each in (cold, warm)]
-
-    assert hits("amx.log", {}) == [0, 512]
-    assert hits("vec.log", {PATCH_VARIABLE: str(patch)}) == [0, 512]

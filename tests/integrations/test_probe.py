@@ -16,49 +16,33 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from lmcache_redis.integrations.vllm.identity.probe import kv_identity
+from tests.integrations.layers import (
+    BLOCK,
+    BLOCKS,
+    HEAD_SIZE,
+    HEADS,
+    HOW,
+    Backend,
+    can_run,
+    config_of,
+    cpu_layer,
+)
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM for the CPU")
 
-HEADS, HEAD_SIZE, BLOCK, BLOCKS = 2, 64, 32, 7
 
-
-def cpu_layer(isa: str, *, dtype: str = "auto", k_scale: float = 1.0) -> Any:
-    """An attention layer, as far as a cache update looks at it."""
-    impl = object.__new__(CPUAttentionBackendImpl)
-    impl.attn_type = "decoder"
-    impl.kv_cache_dtype = dtype
-    shape = (BLOCKS, HEADS, BLOCK, 2 * HEAD_SIZE)
-    return SimpleNamespace(
-        isa=isa,
-        impl=impl,
-        num_kv_heads=HEADS,
-        head_size=HEAD_SIZE,
-        kv_cache_dtype=dtype,
-        kv_cache=torch.zeros(shape, dtype=torch.bfloat16 if dtype == "auto" else torch.uint8),
-        _k_scale=torch.tensor(k_scale),
-        _v_scale=torch.tensor(1.0),
-        _k_scale_float=k_scale,
-        _v_scale_float=1.0,
-    )
-
-
-def identity_of(layers: dict[str, Any], *, block_size: int = BLOCK) -> dict[str, str]:
-    config: Any = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context=layers),
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
-    )
-    caches = {name: layer.kv_cache for name, layer in layers.items()}
-    return kv_identity(
-        config, caches, num_blocks=BLOCKS, block_size_tokens=block_size, block_strides={}
-    )
+def identity_of(
+    layers: dict[str, Any],
+    caches: dict[str, torch.Tensor] | None = None,
+    strides: dict[str, int] | None = None,
+) -> dict[str, str]:
+    """caches: as they are registered, where the layers have others."""
+    caches = caches or {name: layer.kv_cache for name, layer in layers.items()}
+    return kv_identity(config_of(layers), caches, **HOW | {"block_strides": strides or {}})
 
 
 def packing(layer: Any) -> str:
     return identity_of({"layer.0": layer})["kv_packing"]
-
-
-def can_run(isa: str) -> bool:
-    return isa != "amx" or bool(torch.cpu._is_amx_tile_supported())
 
 
 @pytest.mark.skipif(not can_run("amx"), reason="needs a CPU with AMX")
@@ -147,7 +131,7 @@ def test_the_engines_cache_and_state_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("why", ["no method", "raises", "no layer", "shape", "scale"])
 def test_what_cannot_be_probed_is_named_by_its_backend(
-    why: str,
+    why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     layers = {f"layer.{number}": cpu_layer("vec") for number in range(3)}
     caches = {name: layer.kv_cache for name, layer in layers.items()}
@@ -160,70 +144,36 @@ def test_what_cannot_be_probed_is_named_by_its_backend(
             layer._k_scale = torch.empty(1, device="meta")
         elif why == "shape":
             layer.kv_cache = torch.zeros(BLOCKS, 8, dtype=torch.bfloat16)
-    config: Any = SimpleNamespace(
-        compilation_config=SimpleNamespace(
-            static_forward_context={} if why == "no layer" else layers
-        ),
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
-    )
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("vllm.lmcache_redis")
-    logger.addHandler(handler)
-    try:
-        found = kv_identity(
-            config, caches, num_blocks=BLOCKS, block_size_tokens=BLOCK, block_strides={}
-        )
-    finally:
-        logger.removeHandler(handler)
+    with caplog.at_level(logging.WARNING, "vllm.lmcache_redis"):
+        found = identity_of({} if why == "no layer" else layers, caches)
     assert found["kv_packing"] != packing(cpu_layer("vec"))
-    assert len(said) == 1
-    assert "cannot be probed" in said[0]
+    (said,) = caplog.messages
+    assert "cannot be probed" in said
 
 
-class Recorder:
-    """A backend that writes its slots' K and V wherever the cache has its tokens."""
+@pytest.mark.parametrize(
+    ("order", "blocks_per_block"),
+    [
+        ("K or V, blocks, tokens, heads", 1),
+        ("blocks, K or V, tokens, heads", 1),
+        ("blocks, K or V, tokens, heads", 2),  # the kernel's
+    ],
+)
+def test_the_scratch_is_like_the_cache_with_two_blocks(order: str, blocks_per_block: int) -> None:
+    block, k_first = BLOCK // blocks_per_block, order.startswith("K")
 
-    def __init__(self, order: str) -> None:
-        self.order = order
-        self.shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    def shape(blocks: int) -> tuple[int, ...]:
+        outer = (2, blocks) if k_first else (blocks, 2)
+        return *outer, block, HEADS, HEAD_SIZE
 
-    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
-        self.shapes.append((tuple(cache.shape), cache.stride()))
-        for k_or_v, source in enumerate((key, value)):
-            paged = cache[k_or_v] if self.order == "K before V" else cache[:, k_or_v]
-            block = paged.shape[1]
-            for slot in slots.tolist():
-                paged[slot // block, slot % block] = source[slot]
-
-
-@pytest.mark.parametrize("order", ["K before V", "V in the block", "kernel blocks"])
-def test_the_scratch_is_like_the_cache_with_two_blocks(order: str) -> None:
-    block = BLOCK // 2 if order == "kernel blocks" else BLOCK
-    blocks = BLOCKS * 2 if order == "kernel blocks" else BLOCKS
-    inner = (block, HEADS, HEAD_SIZE)
-    shape = (2, blocks, *inner) if order == "K before V" else (blocks, 2, *inner)
-    backend = Recorder(order)
     layer = cpu_layer("vec")
-    layer.impl = backend
-    cache = torch.zeros(shape, dtype=torch.bfloat16)
-    layer.kv_cache = cache
-    config: Any = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context={"a": layer}),
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
-    )
+    layer.impl = backend = Backend(order, block=block)
+    layer.kv_cache = torch.zeros(shape(BLOCKS * blocks_per_block), dtype=torch.bfloat16)
     page = 2 * BLOCK * HEADS * HEAD_SIZE * 2
-    strides = {"a": page // 2 if order == "K before V" else page}
-    kv_identity(
-        config, {"a": cache}, num_blocks=BLOCKS, block_size_tokens=BLOCK, block_strides=strides
-    )
-    scratch_shape, scratch_strides = backend.shapes[0]
-    two = 4 if order == "kernel blocks" else 2
-    expected = (2, two, *inner) if order == "K before V" else (two, 2, *inner)
-    assert scratch_shape == expected
-    assert scratch_strides == torch.empty(expected).stride()
-    assert not cache.any()
+    identity_of({"a": layer}, strides={"a": page // 2 if k_first else page})
+    expected = shape(2 * blocks_per_block)
+    assert backend.seen[0] == (expected, torch.empty(expected).stride())
+    assert not layer.kv_cache.any()
 
 
 def test_a_latent_cache_is_probed_too() -> None:

@@ -9,11 +9,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
-from tests.engines import ForkedEngine, empty, transfer_config
+from tests.engines import ForkedEngine, transfer_config
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import Prompts
 from tests.integrations.sibling import BROUGHT_TOKENS, FIRST_TOKEN, beside
-from tests.integrations.test_lora import RANK, write_adapter
 from tests.integrations.test_vllm import CHUNK, start
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -41,27 +40,3 @@ def test_kv_of_another_connector_is_not_stored(
         answer = alone.generate([own], 4)
         assert answer.details["cached_tokens"][0] == 2 * CHUNK
     assert agent.counter("stored_chunks") > 2
-
-
-def test_blocks_of_an_older_adapter_are_not_stored(
-    model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
-) -> None:
-    """vLLM's own cache, which is not reset, names an adapter by its name and path."""
-    question = prompts.tokens(2 * CHUNK + 10)
-    path, elsewhere = tmp_path / "adapter", tmp_path / "elsewhere"
-    write_adapter(path, seed=1)
-    write_adapter(elsewhere, seed=2)
-    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
-    with start(model_dir, agent, tmp_path / "engine.log", **options) as engine:
-        engine.generate([question], 8, lora=("tuned", 1, str(path)))
-        wait_until(lambda: agent.counter("stored_chunks") == 2, what="the store")
-        write_adapter(path, seed=2)
-        longer = [*question, *prompts.tokens(2 * CHUNK)]
-        stale = engine.generate([longer], 8, lora=("tuned", 2, str(path)))
-        assert stale.details["cached_tokens"][0] >= 2 * CHUNK  # vLLM's own, of the old adapter
-        empty(engine)
-        expected = engine.generate([longer], 8, lora=("elsewhere", 3, str(elsewhere)))
-        empty(engine)
-        again = engine.generate([longer], 8, lora=("tuned", 2, str(path)))
-        assert again.outputs == expected.outputs
-        assert again.details["cached_tokens"][0] == 0

@@ -21,8 +21,7 @@ from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.integrations.vllm.identity.heads import cut_by_head
 from tests.harness import AgentServer, Engine, block_hashes
-from tests.integrations.test_heads import config_of
-from tests.integrations.test_probe import cpu_layer
+from tests.integrations.layers import BLOCK, Backend, config_of, cpu_layer
 from tests.servers import RedisServer, stripe_keys
 from tests.value_reader import PLACES, Array, keys_and_values, read_chunks
 
@@ -32,7 +31,7 @@ pytestmark = [
 ]
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
-TOKENS, BLOCKS_A_CHUNK, CHUNKS = 32, 2, 2
+TOKENS, BLOCKS_A_CHUNK, CHUNKS = BLOCK, 2, 2
 BLOCKS = [5, 2, 9, 4]  # of the prompt
 
 
@@ -45,25 +44,8 @@ class Family(NamedTuple):
     order: str  # of `PLACES`
     groups: tuple[tuple[int, Reach], ...]
     shape: Callable[[int, int, int], tuple[int, ...]]  # blocks, heads, size
-    backend: Any = None  # None: vLLM's, for CPUs
+    backend: str = ""  # the order of its dimensions; else vLLM's, for CPUs
     shares: int | None = None
-
-
-class Rows:
-    """As vLLM's backends for GPUs: K and V of a token follow each other."""
-
-    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
-        for number, slot in enumerate(slots.tolist()):
-            cache[slot // TOKENS, :, slot % TOKENS] = torch.cat([key[number], value[number]], -1)
-
-
-class Apart:
-    """K and V of a block are two dimensions of it."""
-
-    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
-        for number, slot in enumerate(slots.tolist()):
-            for k_or_v, each in enumerate((key, value)):
-                cache[slot // TOKENS, k_or_v, :, slot % TOKENS] = each[number]
 
 
 class KnownEngine(Engine):
@@ -91,7 +73,8 @@ class KnownEngine(Engine):
             layer = cpu_layer("amx" if family.order == "CPUs, amx" else "vec")
             layer.num_kv_heads, layer.head_size = heads, family.size
             layer.kv_cache = torch.zeros(shape, dtype=dtype)
-            layer.impl = family.backend or layer.impl
+            if family.backend:
+                layer.impl = Backend(family.backend)
             self.layers[rank][name] = layer
         return {name: layer.kv_cache for name, layer in self.layers[rank].items()}
 
@@ -140,14 +123,16 @@ def divided(blocks: int, heads: int, size: int) -> tuple[int, ...]:
 
 
 ALL = ((3, FULL_REACH),)
+ROWS = "blocks, heads, tokens, K and V"  # as vLLM's backends for GPUs
+APART = "blocks, K or V, heads, tokens"
 WINDOWS = ((1, FULL_REACH), (2, Reach("window", 20)))  # of a chunk the last block
 FAMILIES = {
     "Llama, GQA": Family(4, 64, torch.float32, "CPUs, vec", ALL, fused),
     "Llama, two heads a share": Family(4, 64, torch.float32, "CPUs, vec", ALL, fused, shares=2),
     "Gemma-3, windows": Family(2, 256, torch.float32, "CPUs, vec", WINDOWS, fused),
     "Llama, AMX": Family(4, 64, torch.bfloat16, "CPUs, amx", ALL, fused),
-    "rows of K and V": Family(4, 64, torch.bfloat16, "GPUs", ALL, fused, Rows(), 2),
-    "K and V apart": Family(2, 96, torch.float16, "segments", ALL, divided, Apart()),
+    "rows of K and V": Family(4, 64, torch.bfloat16, "GPUs", ALL, fused, ROWS, 2),
+    "K and V apart": Family(2, 96, torch.float16, "segments", ALL, divided, APART),
 }
 
 

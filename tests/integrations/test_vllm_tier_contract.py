@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tier uses of vLLM: fails, and names it, when a release moves the interface.
 
-The installed vLLM is looked at, and newer ones whose Python `scripts/test --matrix` has unpacked:
-there the tests of the tier run as well.
+The matrix runs this and the tests of the tier in newer releases, too.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +15,8 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from vllm.v1.kv_offload.base import OffloadingWorker
-from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -31,9 +24,6 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from lmcache_redis.integrations.vllm import TIER_TYPE, register
 from lmcache_redis.integrations.vllm_tier import CPUTieringOffloadingSpec, RedisTierManager
 from lmcache_redis.integrations.vllm_tier.cpu import HostCopyWorker
-from tests.matrix.versions import python_of_versions
-
-ROOT = Path(__file__).parents[2]
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -59,23 +49,7 @@ def test_methods_take_what_vllm_gives(theirs: type, ours: type) -> None:
         assert all(p.default is not p.empty for p in list(taken.values())[len(given) + 1 :]), name
 
 
-def test_vllm_makes_tiers_and_regions_as_known() -> None:
-    given = parameters(SecondaryTierManager.__init__)
-    assert given == ["offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"]
-    assert parameters(RedisTierManager.__init__)[:4] == given
-    assert parameters(SharedOffloadRegion.__init__)[:5] == [
-        "engine_id",
-        "num_chunks",
-        "rank",
-        "kv_bytes_per_chunk",
-        "cpu_page_size",
-    ]
-    fields = ["job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"]
-    assert parameters(JobResult)[:5] == fields
-    jobs = ["job_id", "keys", "chunk_ids", "is_promotion", "req_context", "submit_time"]
-    assert parameters(TransferJob)[:6] == jobs
-    for name in ("lookup", "flush", "cleanup", "mark_miss", "shutdown", "batch_lookup"):
-        assert callable(getattr(AsyncLookupManager, name)), name
+def test_chunks_are_made_of_ranks_as_known() -> None:
     for method in (TieringOffloadingSpec.create_worker, CPUOffloadingSpec.__init__):
         source = inspect.getsource(method)
         assert "replicated_layout" in source, "a chunk is made of ranks in another way"
@@ -86,32 +60,3 @@ def test_the_plugin_registers_the_tier_by_name() -> None:
     register()
     register()  # vLLM calls it in each process, and a test before it
     assert SecondaryTierFactory.get_tier_class({"type": TIER_TYPE}) is RedisTierManager
-
-
-@pytest.mark.long
-@pytest.mark.servers
-@pytest.mark.skipif("LMCACHE_REDIS_TEST_NESTED" in os.environ, reason="runs in a newer vLLM")
-def test_the_tier_runs_in_newer_releases() -> None:
-    """Tier and worker need nothing compiled of vLLM, so that their tests run in its Python."""
-    newer = python_of_versions()
-    if not newer:
-        pytest.skip("no newer vLLM is unpacked")
-    files = [f"tests/integrations/{name}.py" for name in ("test_vllm_tier", Path(__file__).stem)]
-    code = (
-        "import sys, pytest, vllm; assert vllm.__version__ == sys.argv[1], vllm.__file__; "
-        "sys.exit(pytest.main(['-n0', '-q', '-m', 'unit or servers', *sys.argv[2:]]))"
-    )
-    for version, directory in newer.items():
-        ran = subprocess.run(
-            [sys.executable, "-c", code, version, *files],
-            env={
-                **os.environ,
-                "LMCACHE_REDIS_TEST_NESTED": "1",
-                "PYTHONPATH": os.pathsep.join([str(directory), str(ROOT)]),
-            },
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert ran.returncode == 0, f"{version}: {ran.stdout[-3000:]}{ran.stderr[-1000:]}"

@@ -14,27 +14,22 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 import torch
-from transformers import LlamaConfig
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-from lmcache_redis.client.worker import NEVER, TransferOp
-from lmcache_redis.config import ClientConfig
+from lmcache_redis.client.scheduler import RankPlace
+from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
-from lmcache_redis.integrations.vllm.setup import SetUp
-from lmcache_redis.integrations.vllm.support import layer_groups
+from lmcache_redis.integrations.vllm.setup import _speaks_for_its_node
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     Planned,
     StepMetadata,
     WorkerReport,
 )
-from tests import cuda_driver
-from tests.cuda_driver.engine import GpuEngine, gpus
-from tests.harness import AgentServer, block_hashes
+from tests.integrations.layers import registration
 from tests.integrations.test_groups import full, replayed, ring
 
+HERE, THERE = RankPlace("here", ()), RankPlace("there", ())
 OPS = tuple(
     TransferOp(block_ids=[10 * group, 10 * group + 1], hashes=[b"hash"], group=group)
     for group in range(3)
@@ -95,12 +90,19 @@ class Client:
         return begun
 
 
+def worker_of(
+    client: Any, recorder: Recorder | None = None, *, reallocates: bool = True
+) -> ConnectorWorker:
+    worker = ConnectorWorker(client, 0, recorder or Recorder(), reallocates=reallocates)
+    worker.report()  # the first says that it has no agent yet
+    return worker
+
+
 def begun(
     recorder: Recorder | None = None, *, reallocates: bool = True
 ) -> tuple[ConnectorWorker, list[Transfer]]:
-    client, recorder = Client(), recorder or Recorder()
-    worker = ConnectorWorker(client, 0, recorder, reallocates=reallocates)  # type: ignore[arg-type]
-    worker.report()
+    client = Client()
+    worker = worker_of(client, recorder, reallocates=reallocates)
     worker.begin_loads(StepMetadata(loads=[Planned(7, "r", OPS)]))
     assert [each.op.group for each in client.begun] == [0, 1, 2]
     return worker, client.begun
@@ -136,6 +138,43 @@ def test_adapters_are_reported_when_they_change_or_are_asked_for() -> None:
     assert both.adapters == {0: {3: b"digest"}, 1: {}}
 
 
+def test_a_worker_reports_its_agent_when_that_changes() -> None:
+    client: Any = SimpleNamespace(place=None)
+    worker = ConnectorWorker(client, 3, Recorder(), reallocates=True)
+
+    def places() -> list[RankPlace | None] | None:
+        report = worker.report()
+        return None if report is None else [report.places[3]]
+
+    assert places() == [None], "the first report says that it has none yet"
+    assert places() is None
+    for client.place in (HERE, THERE, None, HERE):
+        assert places() == [client.place]
+        assert places() is None
+
+
+def test_reports_of_ranks_are_combined() -> None:
+    report = WorkerReport({0: []}, places={0: HERE}).aggregate(WorkerReport({1: [5]}))
+    report = report.aggregate(WorkerReport({2: []}, places={2: None}))
+    assert report.places == {0: HERE, 2: None}
+    assert report.ended == {0: [], 1: [5], 2: []}
+
+
+def test_one_worker_of_each_other_node_speaks() -> None:
+    """Of its agent. On the first node the scheduler does."""
+
+    def speakers(backend: str, world_size: int, nodes: int = 1) -> list[int]:
+        of: dict[str, Any] = {"distributed_executor_backend": backend, "use_ray": backend == "ray"}
+        of |= {"world_size": world_size, "nnodes_within_dp": nodes}
+        ranks = range(world_size)
+        return [n for n in ranks if _speaks_for_its_node(SimpleNamespace(rank=n, **of))]  # type: ignore[arg-type]
+
+    assert speakers("uni", 1) == speakers("mp", 4) == speakers("external_launcher", 2) == []
+    assert speakers("mp", 8, nodes=2) == [4]
+    assert speakers("mp", 6, nodes=3) == [2, 4]
+    assert speakers("ray", 3) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("last", range(3))
 def test_a_load_ends_when_all_its_retrieves_are_over(last: int) -> None:
     recorder = Recorder()
@@ -154,10 +193,14 @@ def test_a_load_ends_when_all_its_retrieves_are_over(last: int) -> None:
     assert "failed_chunks" not in stats
 
 
+@pytest.mark.parametrize(
+    ("given_up", "reallocates"),
+    [(False, True), (True, True), (True, False)],  # never sent, say, because its GPU hangs
+)
 @pytest.mark.parametrize("failed", range(3))
-def test_a_load_fails_as_a_whole(failed: int) -> None:
-    worker, retrieves = begun()
-    retrieves[failed].failed = True
+def test_a_load_fails_as_a_whole(failed: int, given_up: bool, reallocates: bool) -> None:
+    worker, retrieves = begun(reallocates=reallocates)
+    retrieves[failed].failed, retrieves[failed].given_up = True, given_up
     for retrieve in retrieves:
         retrieve.over = True
     ended = worker.ended_loads(StepMetadata())
@@ -196,8 +239,7 @@ def test_a_lost_load_into_the_same_blocks_is_awaited() -> None:
 
 def test_a_store_ends_when_all_its_parts_are_over() -> None:
     client, recorder = Client(), Recorder()
-    worker = ConnectorWorker(client, 0, recorder, reallocates=True)  # type: ignore[arg-type]
-    worker.report()
+    worker = worker_of(client, recorder)
     worker.step_begins(StepMetadata(stores=[Planned(9, "r", OPS)]))
     client.begun[1].result = SimpleNamespace(stored=0, dropped=1)
     for store in client.begun:
@@ -224,31 +266,10 @@ def test_a_store_ends_when_all_its_parts_are_over() -> None:
 def test_memory_of_left_out_groups_is_not_registered(
     tmp_path: Path, specs: list[Any], registered: list[dict[str, int]]
 ) -> None:
-    LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(tmp_path)
-    vllm_config = EngineArgs(
-        model=str(tmp_path), skip_tokenizer_init=True, load_format="dummy"
-    ).create_engine_config()
-    groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
-    kv_cache_config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
     layers = ["shared", *(f"layer.{number}" for number in range(len(specs)))]
-    found: list[dict[str, int]] = []
-
-    def register_groups(groups: Sequence[Any], **settings: Any) -> None:
-        found.extend(dict.fromkeys(each.tensors, each.block_size_tokens) for each in groups)
-
-    client: Any = SimpleNamespace(register_groups=register_groups)
     caches = {layer: torch.zeros(4, 1, 16, 32) for layer in layers}
-    groups_of = layer_groups(kv_cache_config)
-    set_up = SetUp(vllm_config, kv_cache_config, ClientConfig(), False, groups_of)
-    set_up.register(client, caches)
-    assert found == registered
+    groups, _ = registration(tmp_path, specs, caches)
+    assert [dict.fromkeys(each.tensors, each.block_size_tokens) for each in groups] == registered
 
 
 # ------------------------------------------------------- signals
@@ -355,8 +376,7 @@ def test_what_was_told_in_a_lost_step_is_told_again() -> None:
 
 def test_the_chunks_of_a_canary_are_compared() -> None:
     client = Client()
-    worker = ConnectorWorker(client, 0, Recorder(), reallocates=True)  # type: ignore[arg-type]
-    worker.report()
+    worker = worker_of(client)
     worker.step_begins(
         StepMetadata(stores=[Planned(1, "r", OPS[:1]), Planned(2, "r", OPS, compare=True)])
     )
@@ -365,34 +385,3 @@ def test_the_chunks_of_a_canary_are_compared() -> None:
         assert ended_transfers(worker) == []
         each.over = True
     assert ended_transfers(worker) == [2]
-
-
-@pytest.mark.servers
-@pytest.mark.skipif(cuda_driver.missing() is not None, reason="no gcc")
-@pytest.mark.parametrize("reallocates", [True, False])
-def test_a_gpu_that_hangs_fails_loads_and_drops_stores(tmp_path: Path, reallocates: bool) -> None:
-    """At once: vLLM computes what was not loaded, and no block is held."""
-    hashes = block_hashes("p", 4)
-    with (
-        gpus() as host,
-        AgentServer(tmp_path / "agent", None) as agent,
-        GpuEngine(agent.endpoint, host) as engine,
-    ):
-        (client,) = engine.workers
-        worker = ConnectorWorker(client, 0, Recorder(), reallocates=reallocates)
-        worker.report()
-        cuda_driver.set("hang", -1)
-        while client.signal() != NEVER:
-            pass
-        step = StepMetadata(
-            loads=[Planned(1, "loads", (engine.op(hashes, range(8, 12)),))],
-            stores=[Planned(2, "stores", (engine.op(hashes, range(4)),))],
-        )
-        worker.step_begins(step)
-        worker.begin_loads(step)
-        ended = worker.ended_loads(step)
-        assert ended == {"loads": {8, 9, 10, 11}}
-        report = worker.report()
-        assert report is not None
-        assert ({*report.ended[0]}, report.dropped) == ({1, 2}, True)
-        cuda_driver.set("hang", 0)

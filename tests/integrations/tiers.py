@@ -8,7 +8,6 @@ manager as the connector does, step by step.
 from __future__ import annotations
 
 import itertools
-import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +44,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from lmcache_redis.integrations import vllm as plugin
 from lmcache_redis.integrations.vllm import making
 from lmcache_redis.integrations.vllm.identity.engine_identity import look_at_files
-from tests.integrations.test_weights import write_safetensors
+from tests.integrations.test_identity import LLAMA, write_model
 from tests.servers import WAIT_S
 
 HEADS, HEAD_SIZE, BLOCK, BLOCKS = 2, 16, 16, 8
@@ -53,25 +52,18 @@ LAYERS = ("layer.0", "layer.1")
 PER_CHUNK = 2  # blocks
 WAIT = (LookupResult.RETRY, LookupResult.HIT_PENDING)
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
+CONFIG = LLAMA | {
     "num_hidden_layers": len(LAYERS),
     "num_attention_heads": 4,
     "num_key_value_heads": HEADS,
-    "vocab_size": 256,
     "max_position_embeddings": 1024,
 }
 
 
 def make_files(directory: Path) -> Path:
     """The files of a model with random weights."""
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(CONFIG))
-    write_safetensors(directory / "model.safetensors", [1000])
-    return directory
+    directory.parent.mkdir(exist_ok=True)
+    return write_model(directory, CONFIG)
 
 
 def key(number: int) -> Any:
@@ -263,9 +255,14 @@ class TierEngine(EngineCore):
     def chunk_bytes(self) -> int:
         return int(self.tier._cache.form.chunk_bytes)
 
-    def copy(self, blocks: Sequence[int], rows: Sequence[int], *, to_region: bool) -> None:
-        """What the workers do in a step: blocks, and the chunks that they are parts of."""
-        engine = GPULoadStoreSpec(list(blocks), [len(blocks)], [0])
+    def copy(
+        self, blocks: Sequence[int], rows: Sequence[int], *, to_region: bool, skip: int = 0
+    ) -> None:
+        """What the workers do in a step: blocks, and the chunks that they are parts of.
+
+        skip: blocks at the begin of the first chunk.
+        """
+        engine = GPULoadStoreSpec(list(blocks), [len(blocks)], [skip])
         for worker in self.workers:
             assert worker.worker is not None
             region = CPULoadStoreSpec(list(rows))

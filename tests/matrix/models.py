@@ -268,13 +268,13 @@ def write_model(name: str, directory: Path, *, seed: int = 0, **sizes: int) -> P
     return directory
 
 
-def write_adapter(directory: Path) -> Path:
-    """Writes a LoRA adapter for the attention of ``llama``."""
+def write_adapter(directory: Path, *, seed: int = 1, kv_heads: int = 2) -> Path:
+    """Writes a LoRA adapter for the attention of ``llama`` with ``kv_heads``."""
     import torch
     from safetensors.torch import save_file
 
-    rank, hidden = 8, _SIZES["hidden_size"]
-    widths = {"q_proj": hidden, "k_proj": hidden // 2, "v_proj": hidden // 2, "o_proj": hidden}
+    rank, hidden, of_kv = 8, _SIZES["hidden_size"], kv_heads * _SIZES["head_dim"]
+    widths = {"q_proj": hidden, "k_proj": of_kv, "v_proj": of_kv, "o_proj": hidden}
     config = {
         "peft_type": "LORA",
         "r": rank,
@@ -284,7 +284,7 @@ def write_adapter(directory: Path) -> Path:
     }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(_SIZES["num_hidden_layers"]):
         for module, width in widths.items():

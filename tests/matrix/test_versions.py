@@ -59,7 +59,8 @@ def with_vllm(version: str, *arguments: str) -> str:
 def run_tests(version: str, *files: str) -> int:
     """How many tests have passed: all of them."""
     paths = [f"tests/integrations/{file}" for file in files]
-    printed = with_vllm(version, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *paths)
+    words = ["-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-m", "unit or servers"]
+    printed = with_vllm(version, *words, *paths)
     passed = re.search(r"^(\d+) passed", printed, re.M)
     assert passed is not None, printed
     return int(passed[1])
@@ -121,3 +122,9 @@ def test_the_connector_in_its_scheduler(version: str) -> None:
         record(version, "scheduler", 0, "tests fail")
         raise
     record(version, "scheduler", passed)
+
+
+@pytest.mark.parametrize("version", list(python_of_versions()))
+def test_the_tier_in_newer_releases(version: str) -> None:
+    """Tier and worker need nothing compiled of vLLM."""
+    run_tests(version, "test_vllm_tier.py", "test_vllm_tier_contract.py")

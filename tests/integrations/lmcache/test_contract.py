@@ -66,32 +66,12 @@ def test_every_abstract_method_is_known_and_written() -> None:
         assert parameters(getattr(RedisL2Adapter, name)) == wanted, name
 
 
-def test_types_and_helpers_are_where_they_were() -> None:
-    from lmcache.lmcache_native import Bitmap
-    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
-    from lmcache.v1.distributed.internal_api import L2StoreResult
-    from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
-    from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
-    from lmcache.v1.platform import create_event_notifier
+def test_keys_say_what_they_said() -> None:
+    from lmcache.v1.distributed.api import ObjectKey
 
     assert {"chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt"} == {
         *parameters(ObjectKey)
     }, "what LMCache's keys say has changed: so must the identity of a chunk"
-    assert parameters(MemoryLayoutDesc) == ["shapes", "dtypes"]
-    assert parameters(L2AdapterConfigBase.from_dict) == ["d"]
-    assert parameters(L2AdapterInterface) == ["max_capacity_bytes"]
-    for name in ("stored", "deleted"):
-        notify = getattr(L2AdapterInterface, f"_notify_keys_{name}")
-        assert parameters(notify) == ["keys", "sizes"]
-    assert parameters(L2AdapterInterface._notify_keys_accessed) == ["keys"]
-    assert L2StoreResult(True, 7).bytes_transferred() == 7
-    assert not L2StoreResult(False, 7).is_successful()
-    bits = Bitmap(9)
-    bits.set(8)
-    assert [bits.test(n) for n in (7, 8)] == [False, True]
-    with create_event_notifier() as notifier:
-        notifier.notify()
-        assert notifier.fileno() >= 0
 
 
 @pytest.mark.parametrize("named", [{}, {"config_class_name": "RedisL2AdapterConfig"}])
@@ -113,18 +93,9 @@ def test_its_factory_finds_class_and_config(named: dict[str, str]) -> None:
         adapter.close()
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({}, "missing required field `url`"),
-        ({"url": "redis://h", "host": "x"}, "unknown field `host`"),
-        ({"url": "http://h"}, "must begin with redis://"),
-        ({"url": "redis://h", "connections": "many"}, "connections"),
-    ],
-)
-def test_a_wrong_setting_gets_one_sentence(given: dict[str, Any], said: str) -> None:
+def test_a_wrong_setting_gets_one_sentence() -> None:
     from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 
-    with pytest.raises(ConfigError, match=said) as raised:
-        create_l2_adapter(config_of(adapter_params=given))
+    with pytest.raises(ConfigError, match="unknown field `host`") as raised:
+        create_l2_adapter(config_of(adapter_params={"url": "redis://h", "host": "x"}))
     assert "\n" not in str(raised.value)

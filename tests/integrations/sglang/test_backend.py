@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,13 +35,7 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path) as server:
-        yield server
-
-
-@pytest.fixture
-def open_door(redis: RedisServer) -> Iterator[Open]:
+def open_door(redis_server: RedisServer) -> Iterator[Open]:
     opened: list[Any] = []
 
     def make(pool: Any, extra: dict[str, Any] | None = None, **config: Any) -> Any:
@@ -50,7 +43,7 @@ def open_door(redis: RedisServer) -> Iterator[Open]:
         from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
         from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-        given = {**DYNAMIC, "url": redis.unix_url, **(extra or {})}
+        given = {**DYNAMIC, "url": redis_server.unix_url, **(extra or {})}
         described = HiCacheStorageConfig(**{**CONFIG, **config}, extra_config=given)
         door = StorageBackendFactory.create_backend("dynamic", described, pool)
         opened.append(door)
@@ -139,6 +132,16 @@ def stored(door: Any, pool: Any, keys: list[str] = KEYS[:2]) -> None:
     assert door.batch_set_v1(keys, indices(*pages, page=pool.page_size)) == [True] * len(keys)
 
 
+def behind(
+    open_door: Open, extra: dict[str, Any] | None = None, pool: Any = None, **config: Any
+) -> tuple[Any, Any]:
+    """A door behind which two pages lie, and its pool."""
+    pool = mha() if pool is None else pool
+    door = open_door(pool, extra, **config)
+    stored(door, pool)
+    return door, pool
+
+
 POOLS = [
     (mha, "page_first"), (mha, "layer_first"), (mha, "page_first_direct"),
     (mla, "page_first"), (mla, "layer_first"),
@@ -147,9 +150,7 @@ POOLS = [
 
 @pytest.mark.parametrize(("make", "layout"), POOLS)
 def test_pages_come_back_and_neighbours_stay(open_door: Open, make: Any, layout: str) -> None:
-    pool = make(layout)
-    door = open_door(pool, is_mla_model=make is mla)
-    stored(door, pool)
+    door, pool = behind(open_door, pool=make(layout), is_mla_model=make is mla)
     fill(pool, 6)
     before = [page_of(pool, each) for each in range(PAGES)]
     assert door.batch_exists(KEYS) == 2
@@ -166,8 +167,7 @@ def test_pages_come_back_and_neighbours_stay(open_door: Open, make: Any, layout:
 def test_whatever_decides_the_bytes_makes_a_miss(
     open_door: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = mha()
-    stored(open_door(pool), pool)
+    behind(open_door)
     assert open_door(mha()).batch_exists(KEYS) == 2
     ranks = {"tp_size": 2}, {"pp_size": 2}, {"attn_cp_size": 2}, {"tp_size": 2, "tp_rank": 1}
     for config in (*ranks, {"model_name": "org/other"}):
@@ -207,7 +207,7 @@ def server_has(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 )
 def test_with_adapters_the_door_is_off(
     open_door: Open,
-    redis: RedisServer,
+    redis_server: RedisServer,
     server_has: Callable[..., None],
     settings: dict[str, Any],
     caplog: pytest.LogCaptureFixture,
@@ -220,61 +220,38 @@ def test_with_adapters_the_door_is_off(
     assert door.batch_exists(KEYS) == 0
     assert door.batch_get_v1(KEYS[:2], indices(4, 5)) == [False, False]
     door.clear()
-    with redis.client() as client:
+    with redis_server.client() as client:
         assert len(stripe_keys(client)) == 0
 
 
 def test_named_adapters_are_another_model(open_door: Open, server_has: Callable[..., None]) -> None:
-    pool = mha()
-    stored(open_door(pool), pool)
+    """And a server without adapters needs no name for them."""
+    behind(open_door)
+    for settings in (
+        {"enable_lora": False, "lora_paths": ["/ignored"]},
+        {"enable_lora": None, "lora_paths": None},
+    ):
+        server_has(**settings)
+        assert open_door(mha()).batch_exists(KEYS) == 2
     server_has(enable_lora=True, lora_paths=["tuned=/adapter"])
-    one = open_door(mha(), {"lora_id": "v1"})
-    assert one.batch_exists(KEYS) == 0
-    pool = mha()
-    stored(open_door(pool, {"lora_id": "v1"}), pool)
+    assert open_door(mha(), {"lora_id": "v1"}).batch_exists(KEYS) == 0
+    behind(open_door, {"lora_id": "v1"})
     assert open_door(mha(), {"lora_id": "v1"}).batch_exists(KEYS) == 2
     assert open_door(mha(), {"lora_id": "v2"}).batch_exists(KEYS) == 0
     with pytest.raises(ConfigError, match="lora_id"):
         open_door(mha(), {"lora_id": 7})
 
 
-def test_a_server_without_adapters_needs_no_name_for_them(
-    open_door: Open, server_has: Callable[..., None]
-) -> None:
-    pool = mha()
-    stored(open_door(pool), pool)
-    server_has(enable_lora=False, lora_paths=["/ignored"])
-    assert open_door(mha()).batch_exists(KEYS) == 2
-    server_has(enable_lora=None, lora_paths=None)
-    assert open_door(mha()).batch_exists(KEYS) == 2
-
-
 def test_ranks_share_pages_of_mla(open_door: Open) -> None:
-    pool = mla()
-    stored(open_door(pool, is_mla_model=True, tp_size=2), pool)
+    behind(open_door, pool=mla(), is_mla_model=True, tp_size=2)
     for rank in (0, 1):
         assert open_door(mla(), is_mla_model=True, tp_size=2, tp_rank=rank).batch_exists(KEYS) == 2
     assert open_door(mla(), is_mla_model=True, pp_size=2).batch_exists(KEYS) == 0
 
 
-def test_a_harmed_page_is_a_miss_and_stored_again(open_door: Open, redis: RedisServer) -> None:
-    pool = mha()
-    door = open_door(pool)
-    stored(door, pool)
-    with redis.client() as client:
-        for key in stripe_keys(client):
-            client.setrange(key, client.strlen(key) // 2, b"!")
-    assert door.batch_get_v1(KEYS[:2], indices(4, 5)) == [False, False]
-    assert door.batch_set_v1(KEYS[:2], indices(0, 1)) == [True, True]
-    assert door.batch_get_v1(KEYS[:2], indices(4, 5)) == [True, True]
-    assert page_of(pool, 5) == page_of(pool, 1)
-
-
-def test_a_dead_redis_is_misses_at_once(open_door: Open, redis: RedisServer) -> None:
-    pool = mha()
-    door = open_door(pool)
-    stored(door, pool)
-    redis.kill()
+def test_a_dead_redis_is_misses_at_once(open_door: Open, redis_server: RedisServer) -> None:
+    door, _ = behind(open_door)
+    redis_server.kill()
     wait_until(lambda: door._store.why_down, "the loss to be seen")
     started_s = time.monotonic()
     assert door.batch_exists(KEYS) == 0
@@ -282,23 +259,21 @@ def test_a_dead_redis_is_misses_at_once(open_door: Open, redis: RedisServer) -> 
     assert door.batch_set_v1(KEYS[2:3], indices(0)) == [False]
     assert door.batch_exists_v2(KEYS, []).kv_hit_pages == 0
     assert time.monotonic() - started_s < AT_ONCE_S
-    redis.start()
+    redis_server.start()
     wait_until(lambda: not door._store.why_down, "the return to be seen")
     assert door.batch_set_v1(KEYS[:1], indices(0)) == [True]
 
 
-def test_a_stopped_redis_costs_a_deadline(open_door: Open, redis: RedisServer) -> None:
+def test_a_stopped_redis_costs_a_deadline(open_door: Open, redis_server: RedisServer) -> None:
     times = {f"{name}_timeout_s": 0.3 for name in ("lookup", "load", "store")}
-    pool = mha()
-    door = open_door(pool, times)
-    stored(door, pool)
-    redis.stop()
+    door, _ = behind(open_door, times)
+    redis_server.stop()
     started_s = time.monotonic()
     assert door.batch_exists(KEYS) == 0
     assert door.batch_get_v1(KEYS[:1], indices(4)) == [False]
     assert door.batch_set_v1(KEYS[2:3], indices(0)) == [False]
     assert time.monotonic() - started_s < 5
-    redis.cont()
+    redis_server.cont()
 
 
 def hybrid(open_door: Open) -> tuple[Any, Any, Any]:
@@ -360,11 +335,9 @@ def test_a_pool_without_memory_follows_the_others(open_door: Open) -> None:
     assert door.batch_exists_v2(KEYS, [transfer([], [], "all_pages")]).kv_hit_pages == 2
 
 
-def test_clear_removes_pages_of_this_identity(open_door: Open, redis: RedisServer) -> None:
-    pool = mha()
-    door, other = open_door(pool), open_door(pool, {"weights_id": "v2"})
-    stored(door, pool)
-    stored(other, pool)
+def test_clear_removes_pages_of_this_identity(open_door: Open, redis_server: RedisServer) -> None:
+    door, pool = behind(open_door)
+    other, _ = behind(open_door, {"weights_id": "v2"}, pool)
     door.clear()
     assert (door.batch_exists(KEYS), other.batch_exists(KEYS)) == (0, 2)
 

@@ -72,29 +72,5 @@ def test_types_say_what_they_said() -> None:
         "what SGLang says of a rank has changed: so must the identity of a page"
     )
     assert fields(storage.PoolTransfer) == TRANSFER.split()
-    assert fields(storage.PoolTransferResult) == [
-        "kv_hit_pages",
-        "extra_pool_hit_pages",
-        "restorable_prefix_pages",
-    ]
     policies = {each.value for each in storage.PoolHitPolicy}
     assert policies == {"all_pages", "trailing_pages", "block_groups"}
-    assert (storage.PoolName.KV, storage.PoolName.MAMBA) == ("kv", "mamba")
-
-
-def test_pools_tell_where_pages_lie() -> None:
-    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
-    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-
-    for pool in (MHATokenToKVPoolHost, MLATokenToKVPoolHost, MambaPoolHost):
-        assert parameters(pool.get_page_buffer_meta) == ["indices"]
-
-
-def test_the_controller_takes_zero_copy_calls() -> None:
-    """By `interface_v1` in the extra config of a dynamic backend."""
-    from sglang.srt.managers.cache_controller import HiCacheController
-
-    source = inspect.getsource(HiCacheController.attach_storage_backend)
-    assert 'extra_config.get("interface_v1", 0)' in source
-    assert "register_mem_pool_host" in source
