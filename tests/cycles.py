@@ -16,7 +16,7 @@ from typing import Any
 
 PACKAGE = "lmcache_redis"
 # After each round; the last one decides.
-_FREED_WITHIN_S = (10.0, 10.0, 90.0)
+_FREED_WITHIN_S = (2.0, 10.0, 90.0)
 
 
 def left_by(work: Callable[[int], object], times: int, settle: Callable[[], object]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.agent.copies import REGISTERING, CopyOutcome, CopyThreads
+from lmcache_redis.agent.copies import CPU, REGISTERING, CopyOutcome, CopyThreads
 from lmcache_redis.errors import DeviceError, GpuLost
 
 
@@ -133,21 +133,23 @@ def test_places_do_not_wait_for_each_other() -> None:
     assert outcomes[-1] is CopyOutcome.CANCELLED
 
 
-def test_only_gathers_give_way_to_the_engine() -> None:
-    copies = CopyThreads(1)
-    nice: dict[str, int] = {}
+@pytest.mark.parametrize(
+    ("kind", "place", "nicer"), [("scatter", CPU, 0), ("gather", CPU, 10), ("gather", "GPU-1", 0)]
+)
+def test_only_gathers_on_its_cores_give_way_to_the_engine(
+    kind: Any, place: str, nicer: int
+) -> None:
+    copies, done = CopyThreads(1), threading.Event()
+    nice: list[int] = []
 
-    def look(name: str) -> CopyOutcome:
-        nice[name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    def look() -> CopyOutcome:
+        nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return CopyOutcome.DONE
 
-    done = [threading.Event(), threading.Event()]
-    copies.put("scatter", "cpu", lambda: look("scatter"), lambda outcome: done[0].set())
-    copies.put("gather", "cpu", lambda: look("gather"), lambda outcome: done[1].set())
-    assert all(event.wait(10) for event in done)
+    copies.put(kind, place, look, lambda outcome: done.set())
+    assert done.wait(10)
     copies.close(10)
-    here = os.getpriority(os.PRIO_PROCESS, 0)
-    assert nice == {"scatter": here, "gather": min(here + 10, 19)}
+    assert nice == [min(os.getpriority(os.PRIO_PROCESS, 0) + nicer, 19)]
 
 
 class Hanging:
@@ -214,21 +216,6 @@ def test_a_gpu_that_hangs_in_mapping_delays_no_other() -> None:
     assert there.wait(10)
     gpu.released.set()
     assert copies.close(10)
-
-
-def test_threads_of_a_gpu_keep_their_priority() -> None:
-    copies = CopyThreads(1)
-    nice: list[int] = []
-
-    def look() -> CopyOutcome:
-        nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return CopyOutcome.DONE
-
-    done = threading.Event()
-    copies.put("gather", "GPU-1", look, lambda outcome: done.set())
-    assert done.wait(10)
-    copies.close(10)
-    assert nice == [os.getpriority(os.PRIO_PROCESS, 0)]
 
 
 def test_memory_is_closed_after_its_calls_and_waited_for() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lmcache_redis.client.control import ControlClient
+from tests.agent.starts import Starts
 from tests.agent.test_path_of_a_chunk import assert_blocks_equal
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer, stripe_keys
@@ -37,10 +39,10 @@ def store_and_wait(agent: AgentServer, engine: Engine) -> None:
     assert agent.counter("disk_stored_chunks") == CHUNKS
 
 
-def check_hit(engine: Engine) -> None:
+def check_hit(engine: Engine, request_id: str = "r2") -> None:
     before = engine.snapshot()
-    assert engine.lookup("r2", HASHES) == TOKENS
-    assert engine.retrieve("r2", HASHES, range(16, 48)) == set()
+    assert engine.lookup(request_id, HASHES) == TOKENS
+    assert engine.retrieve(request_id, HASHES, range(16, 48)) == set()
     assert_blocks_equal(engine, before, {n: 16 + n for n in range(32)})
 
 
@@ -78,21 +80,8 @@ def test_a_damaged_file_costs_a_read_from_redis(tmp_path: Path, redis_server: Re
         assert agent.counter("miss_disk") == agent.counter("hit_chunks_redis") == 3
         assert agent.counter("hit_chunks_disk") == CHUNKS - 3
         # Chunks loaded from Redis are written to disk again.
-        wait_until(lambda: len(files(tmp_path / "disk")) == CHUNKS)
-
-
-def test_what_redis_has_is_kept_on_disk_as_well(tmp_path: Path, redis_server: RedisServer) -> None:
-    with (
-        AgentServer(tmp_path / "other", redis_server.unix_url) as other,
-        Engine(other.endpoint) as engine,
-    ):
-        engine.randomize(range(32))
-        engine.store("r1", HASHES, range(32))
-        other.wait_idle()
-    with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
-        assert engine.lookup("r2", HASHES) == TOKENS
-        assert agent.counter("hit_chunks_redis") == CHUNKS
-        wait_until(lambda: agent.counter("disk_stored_chunks") == CHUNKS)
+        wait_until(lambda: agent.counter("disk_stored_chunks") == 3)
+        assert len(files(tmp_path / "disk")) == CHUNKS
         agent.restart()
         engine.wait_ready()
         assert engine.lookup("r3", HASHES) == TOKENS
@@ -108,18 +97,6 @@ def test_clear_takes_the_files_as_well(tmp_path: Path, redis_server: RedisServer
         assert engine.lookup("r2", HASHES) == 0
 
 
-def test_the_limit_of_the_disk_is_kept(tmp_path: Path, redis_server: RedisServer) -> None:
-    with (
-        agent_with_disk(tmp_path, redis_server, disk_size="1MiB") as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        engine.randomize(range(32))
-        for number in range(6):
-            engine.store(f"r{number}", block_hashes(f"prompt {number}", 32), range(32))
-        agent.wait_idle()
-        assert sum(path.stat().st_size for path in files(tmp_path / "disk")) <= 1 << 20
-
-
 def test_a_directory_that_another_agent_uses(tmp_path: Path, redis_server: RedisServer) -> None:
     with agent_with_disk(tmp_path, redis_server):
         second = AgentServer(
@@ -130,27 +107,6 @@ def test_a_directory_that_another_agent_uses(tmp_path: Path, redis_server: Redis
         assert "Traceback" not in second.log
 
 
-def test_more_on_disk_than_the_host_pool_holds(tmp_path: Path, redis_server: RedisServer) -> None:
-    """The engine's retrieve loads what the pool has no room for at the lookup."""
-    with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
-        store_and_wait(agent, engine)
-        chunk_bytes = agent.status()["engines"][0]["chunk_bytes"]
-    redis_server.command("FLUSHALL")
-    room = 3 * chunk_bytes + (64 << 10)
-    with (
-        agent_with_disk(tmp_path, redis_server, pool_bytes=room) as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        longer = [*HASHES, *block_hashes("another", 8)]
-        assert engine.lookup("r2", longer) == TOKENS
-        loaded = agent.counter("disk_loaded_chunks")
-        assert 0 < loaded < CHUNKS
-        assert engine.retrieve("r2", HASHES, range(32)) == set()
-        assert agent.counter("disk_loaded_chunks") == CHUNKS
-        assert agent.counter("lookups_timed_out") == 0
-        assert "Traceback" not in agent.log
-
-
 def test_what_waits_for_the_disk_is_written_at_the_end(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
@@ -159,3 +115,20 @@ def test_what_waits_for_the_disk_is_written_at_the_end(
         engine.store("r1", HASHES, range(32))
         agent.terminate()
         assert len(files(tmp_path / "disk")) == CHUNKS
+
+
+def test_why_finds_another_layout_on_disk(
+    start: Starts, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    agent = start.enter(agent_with_disk(tmp_path, redis_server))
+    engine = start.engine(agent)
+    store_and_wait(agent, engine)
+    agent.restart()
+    engine.wait_ready()
+    layouts = [each["layout"] for each in agent.status()["engines"]]
+    redis_server.command("FLUSHALL")
+    other = start.engine(agent, identity={"revision": "two"})
+    assert other.lookup("other", HASHES) == 0
+    (request,) = ControlClient(agent.endpoint, 10).why("other", 1)["requests"]
+    miss = request["lookup"]["first_miss"]
+    assert (miss["reason"], miss["other_layouts"]) == ("absent", layouts)

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 from lmcache_redis.cache.disk.format import PAGE_BYTES, parse_page
@@ -96,36 +97,25 @@ def chunks_of(
     return layout, chunks
 
 
-def test_what_the_library_put_into_redis_is_a_hit_of_the_agent(
-    tmp_path: Path, redis_server: RedisServer
+@pytest.mark.parametrize("tier", ["redis", "disk"])
+def test_what_the_library_has_put_is_a_hit_of_the_agent(
+    tmp_path: Path, redis_server: RedisServer, tier: str
 ) -> None:
-    """Through memory too, as the agent has its host pool."""
+    """Into Redis through memory, as the agent has its host pool."""
     with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
         layout, chunks = chunks_of(tmp_path, redis_server, agent, engine)
-        redis = in_redis(redis_server.unix_url, layout=layout, slot_bytes=SLOT_BYTES)
-        tiers = ChunkBackend([in_memory(LIMIT_BYTES), redis])
-        for key, (metadata, payload) in chunks.items():
-            assert tiers.put_bytes(key, metadata, [memoryview(payload)])
-        tiers.close()
+        if tier == "disk":
+            tiers = [on_disk(tmp_path / "disk", LIMIT_BYTES, layout=layout)]
+        else:
+            redis = in_redis(redis_server.unix_url, layout=layout, slot_bytes=SLOT_BYTES)
+            tiers = [in_memory(LIMIT_BYTES), redis]
+        with contextlib.closing(ChunkBackend(tiers)) as backend:
+            for key, (metadata, payload) in chunks.items():
+                assert backend.put_bytes(key, metadata, [memoryview(payload)])
         agent.start()
         engine.wait_ready()
         check_hit(engine)
-        assert agent.counter("hit_chunks_redis") == CHUNKS
-
-
-def test_what_the_library_put_on_disk_is_a_hit_of_the_agent(
-    tmp_path: Path, redis_server: RedisServer
-) -> None:
-    with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
-        layout, chunks = chunks_of(tmp_path, redis_server, agent, engine)
-        disk = ChunkBackend([on_disk(tmp_path / "disk", LIMIT_BYTES, layout=layout)])
-        for key, (metadata, payload) in chunks.items():
-            assert disk.put_bytes(key, metadata, [memoryview(payload)])
-        disk.close()
-        agent.start()
-        engine.wait_ready()
-        check_hit(engine)
-        assert agent.counter("hit_chunks_disk") == CHUNKS
+        assert agent.counter(f"hit_chunks_{tier}") == CHUNKS
 
 
 def names_on_disk(directory: Path) -> set[bytes]:

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.agent.test_disk import CHUNKS, HASHES, TOKENS, agent_with_disk, check_hit, files
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
@@ -42,11 +43,17 @@ class Hang:
         self._paths = []
 
 
+def fill(engine: Engine) -> None:
+    """With KV that is the same each time."""
+    torch.manual_seed(7)
+    engine.randomize(range(32))
+
+
 def stored(tmp_path: Path, redis: RedisServer, **options: object) -> AgentServer:
     """An agent with 16 chunks of two prompts on disk and in Redis, but not in its pool."""
     agent = agent_with_disk(tmp_path, redis, **options)
     with agent, Engine(agent.endpoint) as engine:
-        engine.randomize(range(32))
+        fill(engine)
         engine.store("r1", HASHES, range(32))
         engine.store("r2", OTHERS, range(32))
         agent.wait_idle()
@@ -56,17 +63,23 @@ def stored(tmp_path: Path, redis: RedisServer, **options: object) -> AgentServer
 
 
 def test_a_hung_read_is_asked_of_redis(tmp_path: Path, redis_server: RedisServer) -> None:
-    """Two reads hang and fourteen are queued: the lookup has every chunk before its deadline."""
+    """Two reads hang and fourteen are queued: the lookup has every chunk before its deadline.
+
+    None keeps a slot for longer than its request.
+    """
     options = {"lookup_deadline_s": 4, "log_level": "info"}
     with stored(tmp_path, redis_server, **options) as agent, Engine(agent.endpoint) as engine:
         hang = Hang(agent, files(tmp_path / "disk"))
-        engine.randomize(range(48))
-        assert engine.lookup("r3", HASHES) == TOKENS
+        fill(engine)
+        check_hit(engine, "r3")
         assert agent.counter("lookups_timed_out") == 0
         assert agent.counter("hit_chunks_redis") == agent.counter("miss_disk") == CHUNKS
         status = agent.status()["disk"]
         assert not status["up"]
         assert "a read has not returned" in status["reason"]
+        engine.scheduler.end_session("r3")
+        wait_until(lambda: agent.status()["pool"]["pinned_slots"] == 0)
+        assert not agent.status()["disk"]["up"]
 
         # While it is down, nothing is found or written, and each drop is counted.
         assert agent.counter("drop_disk") == CHUNKS
@@ -85,42 +98,9 @@ def test_a_hung_read_is_asked_of_redis(tmp_path: Path, redis_server: RedisServer
         wait_until(lambda: agent.counter("disk_stored_chunks") == CHUNKS)
         assert agent.log.count("the disk tier is down") == 1
         assert agent.log.count("the disk tier is back") == 1
-        for request_id in ("r3", "r4"):
-            engine.scheduler.end_session(request_id)
+        engine.scheduler.end_session("r4")
         wait_until(lambda: agent.status()["pool"]["pinned_slots"] == 0)
         assert "Traceback" not in agent.log
-
-
-def test_a_hung_read_keeps_no_slots(tmp_path: Path, redis_server: RedisServer) -> None:
-    with (
-        stored(tmp_path, redis_server, lookup_deadline_s=4) as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        hang = Hang(agent, files(tmp_path / "disk"))
-        assert engine.lookup("r3", HASHES) == TOKENS
-        assert not agent.status()["disk"]["up"]
-        engine.scheduler.end_session("r3")
-        wait_until(lambda: agent.status()["pool"]["pinned_slots"] == 0)
-        assert not agent.status()["disk"]["up"]
-        hang.end()
-
-
-def test_bytes_after_a_hang_are_those_that_were_stored(
-    tmp_path: Path, redis_server: RedisServer
-) -> None:
-    with (
-        agent_with_disk(tmp_path, redis_server, lookup_deadline_s=4) as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        engine.randomize(range(32))
-        engine.store("r1", HASHES, range(32))
-        agent.wait_idle()
-        agent.restart()
-        engine.wait_ready()
-        hang = Hang(agent, files(tmp_path / "disk")[:3])
-        check_hit(engine)
-        assert agent.counter("hit_chunks_redis") + agent.counter("hit_chunks_disk") == CHUNKS
-        hang.end()
 
 
 def test_a_second_lookup_joins_and_falls_over_as_well(
@@ -147,7 +127,9 @@ def test_the_agent_stops_though_the_disk_hangs(
 ) -> None:
     """Whether the tier is known to be down or not. `terminate` waits for seconds only."""
     with (
-        stored(tmp_path, redis_server, lookup_deadline_s=lookup_deadline_s) as agent,
+        stored(
+            tmp_path, redis_server, lookup_deadline_s=lookup_deadline_s, shutdown_deadline_s=1.0
+        ) as agent,
         Engine(agent.endpoint) as engine,
     ):
         hang = Hang(agent, files(tmp_path / "disk"))

@@ -22,8 +22,8 @@ from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.processes import process_start_time
+from tests.agent.starts import Starts
 from tests.harness import WAIT_S, AgentServer, Engine, block_hashes, wait_until
-from tests.servers import RedisServer
 
 HASHES = block_hashes("prompt", 8)
 NOBODY = 65534
@@ -68,18 +68,19 @@ def ask(engine: Engine, question: m.RegisterKVCache) -> m.Answer:
     return answers[0]
 
 
-def test_a_process_of_another_user_is_refused(agent: AgentServer, foreign: int) -> None:
-    with Engine(agent.endpoint) as engine:
-        assert isinstance(ask(engine, registration_of(engine)), m.Done)
-        start = process_start_time(foreign)
-        answer = ask(engine, registration_of(engine, pid=foreign, pid_start_time=start))
-        assert isinstance(answer, m.Failure)
-        assert answer.code == m.REFUSED
-        assert f"process {foreign} runs as user" in answer.reason
-        assert "as one user" in answer.reason
-        # The earlier registration stays: the refused message changes nothing.
-        engine.store("r", HASHES, range(8))
-        assert engine.lookup("r", HASHES) == 128
+def test_a_process_of_another_user_is_refused(
+    agent: AgentServer, engine: Engine, foreign: int
+) -> None:
+    assert isinstance(ask(engine, registration_of(engine)), m.Done)
+    start = process_start_time(foreign)
+    answer = ask(engine, registration_of(engine, pid=foreign, pid_start_time=start))
+    assert isinstance(answer, m.Failure)
+    assert answer.code == m.REFUSED
+    assert f"process {foreign} runs as user" in answer.reason
+    assert "as one user" in answer.reason
+    # The earlier registration stays: the refused message changes nothing.
+    engine.store("r", HASHES, range(8))
+    assert engine.lookup("r", HASHES) == 128
 
 
 @contextmanager
@@ -96,49 +97,50 @@ def truncated(engine: Engine) -> Iterator[None]:
             os.ftruncate(fd, size_bytes)
 
 
-def test_truncated_memory_costs_its_own_copies_alone(agent: AgentServer) -> None:
-    with Engine(agent.endpoint) as engine, Engine(agent.endpoint) as other:
-        engine.store("r0", HASHES, range(8))
-        with truncated(engine):
-            engine.store("r1", block_hashes("other", 8), range(8))
-            assert agent.counter("drop_device_error") == 2
-            assert engine.lookup("r2", HASHES) == 128
-            assert engine.retrieve("r2", HASHES, range(8)) == set(range(8))
-            assert agent.counter("retrieves_failed") == 1
-        assert "Traceback" not in agent.log
-        other.randomize(range(8))
-        other.store("r3", block_hashes("third", 8), range(8))
-        assert other.lookup("r4", block_hashes("third", 8)) == 128
-        assert other.retrieve("r4", block_hashes("third", 8), range(20, 28)) == set()
-        for tensor in other.caches[0].values():
-            assert torch.equal(tensor[:8], tensor[20:28])
+def test_truncated_memory_costs_its_own_copies_alone(start: Starts, agent: AgentServer) -> None:
+    engine = start.engine(agent)
+    other = start.engine(agent)
+    engine.store("r0", HASHES, range(8))
+    with truncated(engine):
+        engine.store("r1", block_hashes("other", 8), range(8))
+        assert agent.counter("drop_device_error") == 2
+        assert engine.lookup("r2", HASHES) == 128
+        assert engine.retrieve("r2", HASHES, range(8)) == set(range(8))
+        assert agent.counter("retrieves_failed") == 1
+    assert "Traceback" not in agent.log
+    other.randomize(range(8))
+    other.store("r3", block_hashes("third", 8), range(8))
+    assert other.lookup("r4", block_hashes("third", 8)) == 128
+    assert other.retrieve("r4", block_hashes("third", 8), range(20, 28)) == set()
+    for tensor in other.caches[0].values():
+        assert torch.equal(tensor[:8], tensor[20:28])
 
 
 @pytest.mark.skipif(native.guard is None, reason="the native extension is missing")
 def test_memory_that_goes_under_copies_does_not_end_the_agent(
-    agent: AgentServer,
+    start: Starts, agent: AgentServer
 ) -> None:
-    with Engine(agent.endpoint, layers=24, width=512) as engine:
-        over = threading.Event()
+    engine = start.engine(agent, layers=24, width=512)
+    over = threading.Event()
 
-        def come_and_go() -> None:
-            while not over.is_set():
-                with truncated(engine):
-                    pass
+    def come_and_go() -> None:
+        while not over.is_set():
+            with truncated(engine):
+                pass
 
-        thread = threading.Thread(target=come_and_go)
-        thread.start()
-        try:
-            # Until it has gone while a copy was in progress, or for so many copies.
-            for number in range(100):
-                hashes = block_hashes(f"prompt {number}", 8)
-                engine.store(f"r{number}", hashes, range(8))
-                if agent.counter("drop_device_error"):
-                    break
-        finally:
-            over.set()
-            thread.join()
-        assert agent.running
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        # Until it has gone while a copy was in progress, or for so many copies.
+        for number in range(100):
+            hashes = block_hashes(f"prompt {number}", 8)
+            engine.store(f"r{number}", hashes, range(8))
+            if agent.counter("drop_device_error"):
+                break
+    finally:
+        over.set()
+        thread.join()
+    assert agent.running
 
 
 @contextmanager
@@ -167,18 +169,17 @@ def peak_bytes(agent: AgentServer) -> int:
     return int(line.split()[1]) << 10
 
 
-def test_a_frame_that_is_too_large_is_not_received(agent: AgentServer) -> None:
-    with Engine(agent.endpoint) as engine:
-        engine.store("r0", HASHES, range(8))
-        before = peak_bytes(agent)
-        with dealer_at(agent) as dealer:
-            assert isinstance(say(dealer, m.Ping(1)), m.Pong)
-            events = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            dealer.send_multipart([m.PREAMBLE, bytes(512 << 20)], copy=False)
-            assert events.poll(int(WAIT_S * 1000)), "the agent closes the connection"
-        assert engine.lookup("r1", HASHES) == 128
-        assert engine.retrieve("r1", HASHES, range(20, 28)) == set()
-        assert peak_bytes(agent) - before < 128 << 20
+def test_a_frame_that_is_too_large_is_not_received(agent: AgentServer, engine: Engine) -> None:
+    engine.store("r0", HASHES, range(8))
+    before = peak_bytes(agent)
+    with dealer_at(agent) as dealer:
+        assert isinstance(say(dealer, m.Ping(1)), m.Pong)
+        events = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        dealer.send_multipart([m.PREAMBLE, bytes(512 << 20)], copy=False)
+        assert events.poll(int(WAIT_S * 1000)), "the agent closes the connection"
+    assert engine.lookup("r1", HASHES) == 128
+    assert engine.retrieve("r1", HASHES, range(20, 28)) == set()
+    assert peak_bytes(agent) - before < 128 << 20
 
 
 def test_a_message_of_the_largest_size_is_received(agent: AgentServer) -> None:
@@ -204,16 +205,39 @@ def test_names_are_bounded_and_their_sender_is_told(agent: AgentServer) -> None:
         assert "1024" in answer.reason
 
 
-def test_peers_are_bounded(tmp_path: Path, redis_server: RedisServer) -> None:
+def test_peers_are_bounded(start: Starts) -> None:
     """Peers that are gone without GOODBYE count until the agent's timeout."""
     constants = {"lmcache_redis.agent.service.HEARTBEAT_TIMEOUT_S": 600}
-    with AgentServer(tmp_path / "agent", redis_server.unix_url, constants) as agent:
-        for number in range(m.MAX_PEERS):
-            with dealer_at(agent) as dealer:
-                hello = m.Hello(1, f"engine {number}", "m", 1, None, "1")
-                assert isinstance(say(dealer, hello), m.Welcome)
+    agent = start.agent(constants=constants)
+    for number in range(m.MAX_PEERS):
         with dealer_at(agent) as dealer:
-            answer = say(dealer, m.Hello(1, "one more", "m", 1, None, "1"))
-            assert isinstance(answer, m.Failure)
-            assert answer.code == m.REFUSED
-            assert isinstance(say(dealer, m.Ping(2)), m.Pong)
+            hello = m.Hello(1, f"engine {number}", "m", 1, None, "1")
+            assert isinstance(say(dealer, hello), m.Welcome)
+    with dealer_at(agent) as dealer:
+        answer = say(dealer, m.Hello(1, "one more", "m", 1, None, "1"))
+        assert isinstance(answer, m.Failure)
+        assert answer.code == m.REFUSED
+        assert isinstance(say(dealer, m.Ping(2)), m.Pong)
+
+
+def test_garbage_on_the_wire_harms_no_one_else(agent: AgentServer, engine: Engine) -> None:
+    engine.store("r0", HASHES, range(8))
+    with dealer_at(agent) as dealer:
+        for frames in (
+            [b""],
+            [b"x", b"y", b"z"],
+            [m.PREAMBLE, b""],
+            [m.PREAMBLE, os.urandom(100)],
+            [m.PREAMBLE, b"\xdd\xff\xff\xff\xff"],
+            transport.encode(m.EndSession(7, request_id="stranger")),
+            transport.encode(m.Ping(7)),
+        ):
+            dealer.send_multipart(frames)
+        answers = []
+        for _ in range(7):
+            assert dealer.poll(int(WAIT_S * 1000))
+            answers.append(transport.decode_answer(dealer.recv_multipart()))
+    assert all(isinstance(answer, m.Failure) for answer in answers[:-1])
+    assert answers[-2].code == m.UNKNOWN_PEER
+    assert isinstance(answers[-1], m.Pong)
+    assert engine.lookup("r1", HASHES) == 128

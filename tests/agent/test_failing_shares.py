@@ -7,7 +7,6 @@ stays pinned.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,8 @@ import torch
 
 from lmcache_redis.chunks.names import parse_stripe_key
 from tests import cuda_driver
+from tests.agent.on_gpus import Node, in_agents
+from tests.agent.starts import Starts
 from tests.agent.test_shares import (
     HASHES,
     LOADED,
@@ -26,7 +27,6 @@ from tests.agent.test_shares import (
     ShardedEngine,
     kv,
 )
-from tests.cuda_driver.engine import gpus
 from tests.harness import AgentServer, wait_until
 from tests.resp.proxy import Proxy, Stall
 from tests.servers import RedisServer, stripe_keys
@@ -75,10 +75,11 @@ def ends(agent: AgentServer, engine: ShardedEngine, request: str) -> None:
     wait_until(lambda: not agent.status()["pool"]["pinned_slots"], "no pinned slot")
 
 
-@pytest.mark.parametrize("how", ["missing", "cut short", "corrupt"])
-@pytest.mark.parametrize("share", [0, 5, 7])
+@pytest.mark.parametrize(
+    ("how", "share"), [("missing", 0), ("missing", 7), ("cut short", 7), ("corrupt", 5)]
+)
 def test_a_share_that_is_not_right_ends_the_prefix(
-    tmp_path: Path, redis_server: RedisServer, model: torch.Tensor, how: str, share: int
+    start: Starts, redis_server: RedisServer, model: torch.Tensor, how: str, share: int
 ) -> None:
     key = key_of(redis_server, 2, share)
     with redis_server.client() as client:
@@ -90,21 +91,19 @@ def test_a_share_that_is_not_right_ends_the_prefix(
         else:
             value[-100] ^= 1
             client.set(key, bytes(value))
-    with (
-        AgentServer(tmp_path / "loads", redis_server.unix_url, compress="off") as agent,
-        ShardedEngine(agent.endpoint, 1, HEADS) as engine,
-    ):
-        assert engine.lookup("r", HASHES) == 2 * TOKENS
-        assert engine.retrieve("r", HASHES[: 2 * BLOCKS], LOADED[: 2 * BLOCKS]) == set()
-        assert engine.holds(model[:, : 2 * BLOCKS], LOADED[: 2 * BLOCKS])
-        ends(agent, engine, "r")
-        # What the engine computes for the rest replaces what was wrong.
-        engine.fill(model, STORED)
-        engine.store("r", HASHES, STORED)
-        agent.wait_idle()
-        agent.restart()
-        engine.wait_ready()
-        assert engine.lookup("again", HASHES) == CHUNKS * TOKENS
+    agent = start.agent("loads", compress="off")
+    engine = start.enter(ShardedEngine(agent.endpoint, 1, HEADS))
+    assert engine.lookup("r", HASHES) == 2 * TOKENS
+    assert engine.retrieve("r", HASHES[: 2 * BLOCKS], LOADED[: 2 * BLOCKS]) == set()
+    assert engine.holds(model[:, : 2 * BLOCKS], LOADED[: 2 * BLOCKS])
+    ends(agent, engine, "r")
+    # What the engine computes for the rest replaces what was wrong.
+    engine.fill(model, STORED)
+    engine.store("r", HASHES, STORED)
+    agent.wait_idle()
+    agent.restart()
+    engine.wait_ready()
+    assert engine.lookup("again", HASHES) == CHUNKS * TOKENS
 
 
 @pytest.fixture
@@ -113,73 +112,66 @@ def proxy(redis_server: RedisServer) -> Iterator[Proxy]:
         yield proxy
 
 
-@pytest.mark.parametrize("late", [0, 11, 20, 31])
+@pytest.mark.parametrize("late", [0, 20, 31])
 def test_a_share_that_is_late_is_not_waited_for(
-    tmp_path: Path, proxy: Proxy, model: torch.Tensor, late: int
+    start: Starts, proxy: Proxy, model: torch.Tensor, late: int
 ) -> None:
     """late: which of the 32 reads."""
     how: dict[str, Any] = {"compress": "off", "lookup_deadline_s": 1.0}
-    with (
-        AgentServer(tmp_path / "loads", proxy.url, **how) as agent,
-        ShardedEngine(agent.endpoint, 1, HEADS) as engine,
-    ):
-        proxy.for_gets.extend([*[None] * late, Stall(1000)])
-        tokens = engine.lookup("r", HASHES)
-        assert tokens < CHUNKS * TOKENS
-        chunks, rest = divmod(tokens, TOKENS)
-        assert rest == 0
-        hit = slice(BLOCKS * chunks)
-        assert engine.retrieve("r", HASHES[hit], LOADED[hit]) == set()
-        assert engine.holds(model[:, hit], LOADED[hit])
-        ends(agent, engine, "r")
+    agent = start.agent("loads", url=proxy.url, **how)
+    engine = start.enter(ShardedEngine(agent.endpoint, 1, HEADS))
+    proxy.for_gets.extend([*[None] * late, Stall(1000)])
+    tokens = engine.lookup("r", HASHES)
+    assert tokens < CHUNKS * TOKENS
+    chunks, rest = divmod(tokens, TOKENS)
+    assert rest == 0
+    hit = slice(BLOCKS * chunks)
+    assert engine.retrieve("r", HASHES[hit], LOADED[hit]) == set()
+    assert engine.holds(model[:, hit], LOADED[hit])
+    ends(agent, engine, "r")
 
 
-@pytest.mark.parametrize("late", [0, 11, 31])
+@pytest.mark.parametrize("late", [11, 31])
 def test_a_load_with_a_late_share_fails_with_its_lease(
-    tmp_path: Path, proxy: Proxy, model: torch.Tensor, late: int
+    start: Starts, proxy: Proxy, model: torch.Tensor, late: int
 ) -> None:
     """Of chunks that the host pool has lost since the lookup."""
-    with (
-        AgentServer(tmp_path / "loads", proxy.url, compress="off") as agent,
-        ShardedEngine(agent.endpoint, 1, HEADS) as engine,
-    ):
-        proxy.for_gets.extend([*[None] * late, Stall(1000)])
-        lease_ns = time.monotonic_ns() + int(1.0e9)
-        ops = engine.ops(HASHES, LOADED)
-        loads = engine.workers[0].begin_retrieves(["r"], ops, lease_ns=lease_ns)
-        wait_until(lambda: all(each.over for each in loads), "the end of the load")
-        failed = {number for each in loads for number in each.failed_chunks}
-        assert failed
-        good = set(range(CHUNKS)) - failed
-        assert holds(engine, model, sorted(good))
-        blocks = set().union(*(each.failed_blocks for each in loads))
-        assert blocks == {LOADED[BLOCKS * n + at] for n in failed for at in range(BLOCKS)}
-        ends(agent, engine, "r")
+    agent = start.agent("loads", url=proxy.url, compress="off")
+    engine = start.enter(ShardedEngine(agent.endpoint, 1, HEADS))
+    proxy.for_gets.extend([*[None] * late, Stall(1000)])
+    lease_ns = time.monotonic_ns() + int(1.0e9)
+    ops = engine.ops(HASHES, LOADED)
+    loads = engine.workers[0].begin_retrieves(["r"], ops, lease_ns=lease_ns)
+    wait_until(lambda: all(each.over for each in loads), "the end of the load")
+    failed = {number for each in loads for number in each.failed_chunks}
+    assert failed
+    good = set(range(CHUNKS)) - failed
+    assert holds(engine, model, sorted(good))
+    blocks = set().union(*(each.failed_blocks for each in loads))
+    assert blocks == {LOADED[BLOCKS * n + at] for n in failed for at in range(BLOCKS)}
+    ends(agent, engine, "r")
 
 
 @pytest.mark.skipif(cuda_driver.missing() is not None, reason=f"{cuda_driver.missing()}")
-@pytest.mark.parametrize("at", [1, 40, 150])
+@pytest.mark.parametrize("at", [1, 150])
 def test_a_share_that_cannot_be_copied_fails_its_chunks(
-    tmp_path: Path, redis_server: RedisServer, model: torch.Tensor, at: int
+    node: Node, model: torch.Tensor, at: int
 ) -> None:
     """at: which of the copies, one for each page."""
-    options = {"compress": "off", "direct_copy_bytes": 1024, "batch_copies": "off"}
-    with (
-        gpus(devices=1) as host,
-        AgentServer(tmp_path / "loads", redis_server.unix_url, **options) as agent,
-        GpuShardedEngine(agent.endpoint, 1, HEADS, host=host, gpus=(0,)) as engine,
-    ):
-        assert engine.lookup("r", HASHES) == CHUNKS * TOKENS
-        cuda_driver.fail("cuMemcpyHtoDAsync_v2", 1, at=at, environment=dict(os.environ))
-        loads = engine.begin_retrieves("r", HASHES, LOADED)
-        wait_until(lambda: all(each.over for each in loads), "the end of the load")
-        failed = {number for each in loads for number in each.failed_chunks}
-        assert failed
-        host.synchronize()
-        assert holds(engine, model, sorted(set(range(CHUNKS)) - failed))
-        ends(agent, engine, "r")
-        # The GPU is not lost, and the chunks are still there.
-        assert engine.lookup("again", HASHES) == CHUNKS * TOKENS
-        assert engine.retrieve("again", HASHES, LOADED) == set()
-        assert engine.holds(model, LOADED)
-        ends(agent, engine, "again")
+    agent = node.agent(direct=1024, compress="off", batch_copies="off")
+    gpu: dict[str, Any] = {"host": node.host, "gpus": (0,)}
+    engine = node.start.enter(GpuShardedEngine(agent.endpoint, 1, HEADS, **gpu))
+    assert engine.lookup("r", HASHES) == CHUNKS * TOKENS
+    cuda_driver.fail("cuMemcpyHtoDAsync_v2", 1, at=at, environment=in_agents())
+    loads = engine.begin_retrieves("r", HASHES, LOADED)
+    wait_until(lambda: all(each.over for each in loads), "the end of the load")
+    failed = {number for each in loads for number in each.failed_chunks}
+    assert failed
+    node.host.synchronize()
+    assert holds(engine, model, sorted(set(range(CHUNKS)) - failed))
+    ends(agent, engine, "r")
+    # The GPU is not lost, and the chunks are still there.
+    assert engine.lookup("again", HASHES) == CHUNKS * TOKENS
+    assert engine.retrieve("again", HASHES, LOADED) == set()
+    assert engine.holds(model, LOADED)
+    ends(agent, engine, "again")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -17,10 +17,8 @@ from tests.agent.joining import HASHES, Joining
 
 
 @pytest.fixture
-def here() -> Iterator[Joining]:
-    here = Joining()
-    yield here
-    here.close()
+def here(joining: Callable[..., Joining]) -> Joining:
+    return joining()
 
 
 def test_every_question_has_a_handler(here: Joining) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from lmcache_redis import messages as m
 from lmcache_redis.admin.names import parse_name
-from lmcache_redis.agent import registering
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.registering import form_of
@@ -30,6 +29,7 @@ from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
 from tests.agent.joining import HASHES, Joining
+from tests.agent.starts import Starts
 from tests.cache.played import run_until
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.servers import RedisServer, stripe_keys
@@ -85,11 +85,8 @@ def test_times_that_are_not_known_are_null() -> None:
 
 
 @pytest.fixture
-def joining(monkeypatch: pytest.MonkeyPatch) -> Iterator[Joining]:
-    here = Joining(lookup_deadline_s=0.05)
-    monkeypatch.setattr(registering, "open_device", here.open_device)
-    yield here
-    here.close()
+def here(joining: Callable[..., Joining]) -> Joining:
+    return joining(lookup_deadline_s=0.05)
 
 
 def reasons_in(here: Joining) -> list[tuple[str, str]]:
@@ -101,20 +98,20 @@ def reasons_in(here: Joining) -> list[tuple[str, str]]:
     ]
 
 
-def test_misses_before_anything_is_looked_for_are_kept(joining: Joining) -> None:
-    scheduler = joining.join(None)
-    joining.look_up(scheduler)
-    assert reasons_in(joining) == [("r", "not_registered")]
-    joining.map_memory.set()
+def test_misses_before_anything_is_looked_for_are_kept(here: Joining) -> None:
+    scheduler = here.join(None)
+    here.look_up(scheduler)
+    assert reasons_in(here) == [("r", "not_registered")]
+    here.map_memory.set()
     for worker_id in range(2):
-        joining.register(joining.join(worker_id))
-    joining.run(lambda: joining.peers.ranks(scheduler))
-    ranks = joining.peers.ranks(scheduler)
+        here.register(here.join(worker_id))
+    here.run(lambda: here.peers.ranks(scheduler))
+    ranks = here.peers.ranks(scheduler)
     assert ranks is not None
-    joining.agent.trust.differed(ranks[0].forms[0].fingerprint, HASHES[3])
-    ask(joining, scheduler, m.Lookup(3, "behind", (HASHES[3],), first_chunk=2))
-    ask(joining, scheduler, m.Lookup(3, "of nothing", ()))  # is no miss
-    assert reasons_in(joining)[0] == ("behind", "distrusted")
+    here.agent.trust.differed(ranks[0].forms[0].fingerprint, HASHES[3])
+    ask(here, scheduler, m.Lookup(3, "behind", (HASHES[3],), first_chunk=2))
+    ask(here, scheduler, m.Lookup(3, "of nothing", ()))  # is no miss
+    assert reasons_in(here)[0] == ("behind", "distrusted")
 
 
 def ask(here: Joining, peer: Peer, question: m.Question) -> None:
@@ -135,94 +132,95 @@ def first_miss(agent: AgentServer, request: str) -> dict[str, Any]:
 
 
 @pytest.mark.servers
-def test_a_request_from_its_miss_to_its_hits(agent: AgentServer, redis_server: RedisServer) -> None:
+def test_a_request_from_its_miss_to_its_hits(
+    agent: AgentServer, engine: Engine, redis_server: RedisServer
+) -> None:
     started_s = time.time()
-    with Engine(agent.endpoint) as engine:
-        hashes = block_hashes("prompt", 12)
-        assert engine.lookup("cold", hashes[:8]) == 0
-        engine.store("cold", hashes[:8], BLOCKS)
-        engine.scheduler.end_session("cold")
-        agent.wait_idle()
-        cold = explained(agent, "cold")
-        (layout,) = cold["lookup"]["layouts"]
-        assert started_s <= cold["began_s"] <= time.time()
-        assert (cold["lookup"]["asked_chunks"], cold["lookup"]["hits"]) == (CHUNKS, {})
-        miss = cold["lookup"]["first_miss"]
-        assert (miss["chunk"], miss["token"], miss["reason"]) == (0, 0, "absent")
-        assert (miss["now"], miss["other_layouts"]) == (["host"], [])
-        assert cold["parts"]["stored"] == CHUNKS
+    hashes = block_hashes("prompt", 12)
+    assert engine.lookup("cold", hashes[:8]) == 0
+    engine.store("cold", hashes[:8], BLOCKS)
+    engine.scheduler.end_session("cold")
+    agent.wait_idle()
+    cold = explained(agent, "cold")
+    (layout,) = cold["lookup"]["layouts"]
+    assert started_s <= cold["began_s"] <= time.time()
+    assert (cold["lookup"]["asked_chunks"], cold["lookup"]["hits"]) == (CHUNKS, {})
+    miss = cold["lookup"]["first_miss"]
+    assert (miss["chunk"], miss["token"], miss["reason"]) == (0, 0, "absent")
+    assert (miss["now"], miss["other_layouts"]) == (["host"], [])
+    assert cold["parts"]["stored"] == CHUNKS
 
-        # One more chunk than was stored, and two of them are in the pool.
-        assert engine.lookup("warm", hashes) == TOKENS
-        assert engine.retrieve("warm", hashes[:8], OTHERS) == set()
-        warm = explained(agent, "warm")
-        assert warm["lookup"]["hits"] == {"host": CHUNKS}
-        assert (warm["parts"]["loaded"], warm["parts"]["failed"]) == (CHUNKS, 0)
-        miss = warm["lookup"]["first_miss"]
-        assert (miss["chunk"], miss["token"], miss["now"]) == (CHUNKS, TOKENS, [None])
+    # One more chunk than was stored, and two of them are in the pool.
+    assert engine.lookup("warm", hashes) == TOKENS
+    assert engine.retrieve("warm", hashes[:8], OTHERS) == set()
+    warm = explained(agent, "warm")
+    assert warm["lookup"]["hits"] == {"host": CHUNKS}
+    assert (warm["parts"]["loaded"], warm["parts"]["failed"]) == (CHUNKS, 0)
+    miss = warm["lookup"]["first_miss"]
+    assert (miss["chunk"], miss["token"], miss["now"]) == (CHUNKS, TOKENS, [None])
 
-        assert len(engine.retrieve("lost", block_hashes("nobody's", 4), range(16, 20))) == 4
-        lost = explained(agent, "lost")
-        assert (lost["lookup"], lost["parts"]["failed"]) == (None, 1)
+    assert len(engine.retrieve("lost", block_hashes("nobody's", 4), range(16, 20))) == 4
+    lost = explained(agent, "lost")
+    assert (lost["lookup"], lost["parts"]["failed"]) == (None, 1)
 
-        with Engine(agent.endpoint, identity={"revision": "two"}) as other:
-            assert other.lookup("other", hashes) == 0
-            miss = first_miss(agent, "other")
-            assert (miss["reason"], miss["other_layouts"]) == ("absent", [layout])
+    with Engine(agent.endpoint, identity={"revision": "two"}) as other:
+        assert other.lookup("other", hashes) == 0
+        miss = first_miss(agent, "other")
+        assert (miss["reason"], miss["other_layouts"]) == ("absent", [layout])
 
-        agent.restart()
-        engine.wait_ready()
-        assert engine.lookup("again", hashes[:8]) == TOKENS
-        again = explained(agent, "again")
-        assert again["lookup"]["hits"] == {"redis": CHUNKS}
-        assert again["lookup"]["first_miss"] is None
+    agent.restart()
+    engine.wait_ready()
+    assert engine.lookup("again", hashes[:8]) == TOKENS
+    again = explained(agent, "again")
+    assert again["lookup"]["hits"] == {"redis": CHUNKS}
+    assert again["lookup"]["first_miss"] is None
 
 
 @pytest.mark.servers
-def test_why_a_prefix_ends(agent: AgentServer, redis_server: RedisServer) -> None:
+def test_why_a_prefix_ends(start: Starts, agent: AgentServer, redis_server: RedisServer) -> None:
     hashes = [block_hashes(f"prompt {n}", 8) for n in range(4)]
-    with Engine(agent.endpoint, world_size=2) as engine:
-        for prompt in hashes:
-            engine.store("store", prompt, BLOCKS)
-        agent.wait_idle()
-        agent.restart()
-        engine.wait_ready()
-        with redis_server.client() as client:
-            keys = {key: parse_stripe_key(key) for key in stripe_keys(client)}
+    engine = start.engine(agent, world_size=2)
+    for prompt in hashes:
+        engine.store("store", prompt, BLOCKS)
+    agent.wait_idle()
+    agent.restart()
+    engine.wait_ready()
+    with redis_server.client() as client:
+        keys = {key: parse_stripe_key(key) for key in stripe_keys(client)}
 
-            def lose(chunk: bytes, rank: int, stripes: Callable[[int], bool]) -> None:
-                for key, (_, name, index) in keys.items():
-                    is_of_it = name.chunk_hash == chunk and name.kv_rank >> 16 & 0xFF == rank
-                    if is_of_it and stripes(index):
-                        client.delete(key)
+        def lose(chunk: bytes, rank: int, stripes: Callable[[int], bool]) -> None:
+            for key, (_, name, index) in keys.items():
+                is_of_it = name.chunk_hash == chunk and name.kv_rank >> 16 & 0xFF == rank
+                if is_of_it and stripes(index):
+                    client.delete(key)
 
-            lose(engine.chunks(hashes[0])[1], 1, lambda index: True)
-            lose(engine.chunks(hashes[1])[1], 0, lambda index: index > 0)
-        assert engine.lookup("a rank", hashes[0]) == 64
-        miss = first_miss(agent, "a rank")
-        assert (miss["chunk"], miss["reason"]) == (1, "in_part")
-        assert sorted(map(str, miss["now"])) == ["None", "redis"]
-        assert engine.lookup("a stripe", hashes[1]) == 64
-        miss = first_miss(agent, "a stripe")
-        assert (miss["chunk"], miss["reason"]) == (1, "incomplete")
-        assert miss["because"] == ["a chunk could not be loaded"]
+        lose(engine.chunks(hashes[0])[1], 1, lambda index: True)
+        lose(engine.chunks(hashes[1])[1], 0, lambda index: index > 0)
+    assert engine.lookup("a rank", hashes[0]) == 64
+    miss = first_miss(agent, "a rank")
+    assert (miss["chunk"], miss["reason"]) == (1, "in_part")
+    assert sorted(map(str, miss["now"])) == ["None", "redis"]
+    assert engine.lookup("a stripe", hashes[1]) == 64
+    miss = first_miss(agent, "a stripe")
+    assert (miss["chunk"], miss["reason"]) == (1, "incomplete")
+    assert miss["because"] == ["a chunk could not be loaded"]
 
-        # To compute a token takes this engine a nanosecond: that is known before its first load,
-        # and once the rate is known nothing is loaded.
-        for number in (2, 3):
-            assert engine.lookup(f"slower {number}", hashes[number], token_s=1e-9) == 0
-            assert first_miss(agent, f"slower {number}")["reason"] == "slower"
-        bet = explained(agent, "slower 3")["lookup"]["bet"]
-        assert bet["chunks"] == CHUNKS
-        assert bet["load_s"] > bet["chosen_s"] == bet["compute_s"] == pytest.approx(TOKENS * 1e-9)
+    # To compute a token takes this engine a nanosecond: that is known before its first load,
+    # and once the rate is known nothing is loaded.
+    for number in (2, 3):
+        assert engine.lookup(f"slower {number}", hashes[number], token_s=1e-9) == 0
+        assert first_miss(agent, f"slower {number}")["reason"] == "slower"
+    bet = explained(agent, "slower 3")["lookup"]["bet"]
+    assert bet["chunks"] == CHUNKS
+    assert bet["load_s"] > bet["chosen_s"] == bet["compute_s"] == pytest.approx(TOKENS * 1e-9)
 
-        redis_server.kill()
-        for request in ("down", "down again"):
-            assert engine.lookup(request, hashes[3]) == 0
-            miss = first_miss(agent, request)
-            assert miss["reason"] == "redis_error"
-            assert miss["because"][0] == "Redis is not available"
-            assert "refuses connections" in miss["because"][1]
+    redis_server.kill()
+    for request in ("down", "down again"):
+        assert engine.lookup(request, hashes[3]) == 0
+        miss = first_miss(agent, request)
+        assert miss["reason"] == "redis_error"
+        assert miss["because"][0] == "Redis is not available"
+        assert "refuses connections" in miss["because"][1]
 
 
 # Descriptions in Redis

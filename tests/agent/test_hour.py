@@ -4,17 +4,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from xml.etree import ElementTree
-
-import pytest
 
 from lmcache_redis.agent.reports.charts import charts
 from lmcache_redis.agent.reports.history import MINUTES, SAMPLE_S, History, Minute
 from lmcache_redis.metrics import Metrics
-from tests.harness import AgentServer, Engine, block_hashes
-from tests.scraping import get, port_in
-from tests.servers import RedisServer
 
 NOTHING = Metrics().snapshot()
 
@@ -93,24 +87,3 @@ def test_an_hour_of_nothing_is_empty() -> None:
     assert "- of 0 chunks" in html
     for title in ("Hit rate", "Bytes", "Tokens not computed"):
         assert bars(html, title) == {}
-
-
-@pytest.mark.servers
-def test_an_agent_draws_what_it_has_done(tmp_path: Path, redis_server: RedisServer) -> None:
-    prompt = block_hashes("a prompt", 16)
-    with (
-        AgentServer(tmp_path / "agent", redis_server.unix_url, metrics="127.0.0.1:0") as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        engine.store("first", prompt, range(16))
-        assert engine.lookup("hit", prompt, token_s=0.5) == 256
-        assert not engine.retrieve("hit", prompt, range(16))
-        html = get(port_in(agent.log), "/")[1]
-    figures = "".join(re.findall(r"<figure>.*?</figure>", html, re.S))
-    assert "100 % of 4 chunks" in figures
-    assert "256 tokens, " in figures
-    # All of it is at the right.
-    for title in ("Hit rate", "Bytes", "Tokens not computed"):
-        places = [x for those in bars(figures, title).values() for x, _ in those]
-        assert places
-        assert min(places) >= MINUTES / 2 * 10

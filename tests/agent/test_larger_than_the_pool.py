@@ -11,6 +11,7 @@ import torch
 
 from lmcache_redis.chunks.names import parse_stripe_key
 from lmcache_redis.client.worker import RetrieveTransfer
+from tests.agent.starts import Starts
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer, stripe_keys
 
@@ -58,72 +59,73 @@ def check_unpinned(agent: AgentServer) -> None:
     assert "Traceback" not in agent.log
 
 
-def test_the_whole_prompt_is_loaded(agent: AgentServer) -> None:
-    with Engine(agent.endpoint, num_blocks=2 * BLOCKS + 1) as engine:
-        store(engine, agent, HASHES, range(BLOCKS))
-        start_again(engine, agent)
-        assert engine.lookup("r", HASHES) == CHUNKS * CHUNK
-        assert agent.counter("loaded_chunks") == 3, "the others have no room yet"
-        assert agent.counter("hit_chunks_redis") == CHUNKS
-        assert engine.retrieve("r", HASHES, range(BLOCKS, 2 * BLOCKS)) == set()
-        for tensor in engine.caches[0].values():
-            assert torch.equal(tensor[:BLOCKS], tensor[BLOCKS : 2 * BLOCKS])
-        assert agent.counter("loaded_chunks") == CHUNKS
-        assert agent.counter("miss_pool_full") == 0
-        engine.scheduler.end_session("r")
-        check_unpinned(agent)
+def test_the_whole_prompt_is_loaded(start: Starts, agent: AgentServer) -> None:
+    engine = start.engine(agent, num_blocks=2 * BLOCKS + 1)
+    store(engine, agent, HASHES, range(BLOCKS))
+    start_again(engine, agent)
+    assert engine.lookup("r", HASHES) == CHUNKS * CHUNK
+    assert agent.counter("loaded_chunks") == 3, "the others have no room yet"
+    assert agent.counter("hit_chunks_redis") == CHUNKS
+    assert engine.retrieve("r", HASHES, range(BLOCKS, 2 * BLOCKS)) == set()
+    for tensor in engine.caches[0].values():
+        assert torch.equal(tensor[:BLOCKS], tensor[BLOCKS : 2 * BLOCKS])
+    assert agent.counter("loaded_chunks") == CHUNKS
+    assert agent.counter("miss_pool_full") == 0
+    engine.scheduler.end_session("r")
+    check_unpinned(agent)
 
-        # Again, with the end of the prompt in the pool.
-        assert engine.lookup("again", HASHES) == CHUNKS * CHUNK
-        engine.randomize(range(BLOCKS, 2 * BLOCKS))
-        assert engine.retrieve("again", HASHES, range(BLOCKS, 2 * BLOCKS)) == set()
-        for tensor in engine.caches[0].values():
-            assert torch.equal(tensor[:BLOCKS], tensor[BLOCKS : 2 * BLOCKS])
-        engine.scheduler.end_session("again")
-        check_unpinned(agent)
+    # Again, with the end of the prompt in the pool.
+    assert engine.lookup("again", HASHES) == CHUNKS * CHUNK
+    engine.randomize(range(BLOCKS, 2 * BLOCKS))
+    assert engine.retrieve("again", HASHES, range(BLOCKS, 2 * BLOCKS)) == set()
+    for tensor in engine.caches[0].values():
+        assert torch.equal(tensor[:BLOCKS], tensor[BLOCKS : 2 * BLOCKS])
+    engine.scheduler.end_session("again")
+    check_unpinned(agent)
 
 
 def test_a_lost_chunk_fails_with_those_after_it(
-    agent: AgentServer, redis_server: RedisServer
+    start: Starts, agent: AgentServer, redis_server: RedisServer
 ) -> None:
-    with Engine(agent.endpoint, num_blocks=2 * BLOCKS + 1) as engine:
-        store(engine, agent, HASHES, range(BLOCKS))
-        start_again(engine, agent)
-        assert engine.lookup("r", HASHES) == CHUNKS * CHUNK
-        with redis_server.client() as client:
-            lost = HASHES[4 * 5 + 3]
-            keys = [k for k in stripe_keys(client) if parse_stripe_key(k)[1].chunk_hash == lost]
-            assert client.delete(*keys) == len(keys) > 0
-        failed = engine.retrieve("r", HASHES, range(BLOCKS, 2 * BLOCKS))
-        assert failed == {*range(BLOCKS + 4 * 5, 2 * BLOCKS)}
-        for tensor in engine.caches[0].values():
-            loaded = 4 * 5
-            assert torch.equal(tensor[:loaded], tensor[BLOCKS : BLOCKS + loaded])
-            assert not tensor[BLOCKS + loaded :].any(), "nothing was written to what failed"
-        engine.scheduler.end_session("r")
-        check_unpinned(agent)
+    engine = start.engine(agent, num_blocks=2 * BLOCKS + 1)
+    store(engine, agent, HASHES, range(BLOCKS))
+    start_again(engine, agent)
+    assert engine.lookup("r", HASHES) == CHUNKS * CHUNK
+    with redis_server.client() as client:
+        lost = HASHES[4 * 5 + 3]
+        keys = [k for k in stripe_keys(client) if parse_stripe_key(k)[1].chunk_hash == lost]
+        assert client.delete(*keys) == len(keys) > 0
+    failed = engine.retrieve("r", HASHES, range(BLOCKS, 2 * BLOCKS))
+    assert failed == {*range(BLOCKS + 4 * 5, 2 * BLOCKS)}
+    for tensor in engine.caches[0].values():
+        loaded = 4 * 5
+        assert torch.equal(tensor[:loaded], tensor[BLOCKS : BLOCKS + loaded])
+        assert not tensor[BLOCKS + loaded :].any(), "nothing was written to what failed"
+    engine.scheduler.end_session("r")
+    check_unpinned(agent)
 
 
-def test_two_such_prompts_at_once_take_turns(agent: AgentServer) -> None:
+def test_two_such_prompts_at_once_take_turns(start: Starts, agent: AgentServer) -> None:
     """Neither holds what the other waits for."""
     another = block_hashes("another", BLOCKS)
-    with Engine(agent.endpoint, num_blocks=4 * BLOCKS + 1) as engine:
-        parts = [range(n * BLOCKS, (n + 1) * BLOCKS) for n in range(4)]
-        store(engine, agent, HASHES, parts[0])
-        store(engine, agent, another, parts[1])
-        start_again(engine, agent)
-        assert engine.lookup("a", HASHES) == CHUNKS * CHUNK
-        engine.scheduler.begin_lookup("b", engine.chunks(another))
-        loads = [retrieve(engine, "a", HASHES, parts[2])]
-        assert engine.lookup("b", another) == CHUNKS * CHUNK
-        loads.append(retrieve(engine, "b", another, parts[3]))
-        wait_until(lambda: all(load.call.done for load in loads), "both loads")
-        assert not any(load.failed_chunks for load in loads)
-        for tensor in engine.caches[0].values():
-            assert torch.equal(tensor[: 2 * BLOCKS], tensor[2 * BLOCKS : 4 * BLOCKS])
-        for request_id in "ab":
-            engine.scheduler.end_session(request_id)
-        check_unpinned(agent)
+    engine = start.engine(agent, num_blocks=4 * BLOCKS + 1)
+    parts = [range(n * BLOCKS, (n + 1) * BLOCKS) for n in range(4)]
+    store(engine, agent, HASHES, parts[0])
+    store(engine, agent, another, parts[1])
+    start_again(engine, agent)
+    assert engine.lookup("a", HASHES) == CHUNKS * CHUNK
+    engine.scheduler.begin_lookup("b", engine.chunks(another))
+    loads = [retrieve(engine, "a", HASHES, parts[2])]
+    assert engine.lookup("b", another) == CHUNKS * CHUNK
+    loads.append(retrieve(engine, "b", another, parts[3]))
+    wait_until(lambda: all(load.call.done for load in loads), "both loads")
+    assert not any(load.failed_chunks for load in loads)
+    assert agent.counter("miss_pool_full") == 0
+    for tensor in engine.caches[0].values():
+        assert torch.equal(tensor[: 2 * BLOCKS], tensor[2 * BLOCKS : 4 * BLOCKS])
+    for request_id in "ab":
+        engine.scheduler.end_session(request_id)
+    check_unpinned(agent)
 
 
 def test_an_engine_that_leaves_ends_the_loads(agent: AgentServer) -> None:

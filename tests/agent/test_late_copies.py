@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lmcache_redis import messages as m
 from lmcache_redis.client import worker as client_worker
-from lmcache_redis.client.registering import CacheGroup
-from lmcache_redis.client.worker import RETRIEVE_LEASE_S, RetrieveTransfer, WorkerClient
+from lmcache_redis.client.worker import RETRIEVE_LEASE_S, RetrieveTransfer
+from tests.agent.starts import Starts
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
@@ -97,10 +98,16 @@ def test_blocks_of_an_agent_that_dies_in_a_copy_are_free(agent: AgentServer) -> 
     with agent, Engine(agent.endpoint, layers=3, num_blocks=17, width=WIDTH) as engine:
         engine.randomize(range(8))
         engine.store("r", hashes, range(8))
+        agent.wait_idle()
         load = stop_inside_a_retrieve(agent, engine, hashes)
         agent.kill()
         wait_until(lambda: load.over, "a failed retrieve", RETRIEVE_LEASE_S)
         assert load.failed_blocks == set(range(8, 16))
+        assert engine.lookup("gone", hashes) == 0
+        engine.store("gone", hashes, range(8))  # reported at once, not stored
+        agent.start()
+        engine.wait_ready()
+        assert engine.lookup("back", hashes) == CHUNKS * 64
 
 
 def test_what_a_load_was_told_to_skip_is_not_reported_as_failed(agent: AgentServer) -> None:
@@ -110,14 +117,48 @@ def test_what_a_load_was_told_to_skip_is_not_reported_as_failed(agent: AgentServ
         assert failed == {13, 14, 15}
 
 
-def test_an_engine_without_an_id_is_not_mapped(agent: AgentServer) -> None:
-    """The agent finds by its id which former mapping to close before it answers."""
-    with agent:
-        worker = WorkerClient(agent.endpoint, "m", 1, 0, 16, engine_id="")
-        try:
-            group = CacheGroup({"layer": torch.zeros(17, 2, 16, 64)}, "float32", 16)
-            worker.register_groups([group], num_blocks=17, identity={})
-            wait_until(lambda: agent.counter("wire_errors") > 0, what="a refusal")
-            assert not worker.ready
-        finally:
-            worker.shutdown()
+PIECE_BYTES = 1 << 20
+BLOCK_BYTES = 16 << 20
+TARGET = slice(4, 8)
+
+
+def test_what_a_late_scatter_still_writes_is_one_piece(start: Starts) -> None:
+    """One chunk of 64 MiB: a copy that checked its lease once a chunk would check it once."""
+    big = {"pool_bytes": 80 << 20, "slot_bytes": 1 << 20}
+    agent = start.agent(**big)
+    engine = start.engine(
+        agent, layers=1, num_blocks=8, width=BLOCK_BYTES // 128, dtype=torch.float32
+    )
+    hashes, lease_s = block_hashes("prompt", 4), 1.0
+    cache = engine.caches[0]["layer.0"]
+    cache[:4] = 1.0
+    engine.store("r", hashes, range(4))
+    for _ in range(20):
+        cache[TARGET] = 0.0
+        failed = agent.counter("retrieves_failed")
+        call = engine.workers[0].link.submit(
+            m.Retrieve,
+            request_id="r",
+            hashes=(hashes[3],),
+            block_ids=(4, 5, 6, 7),
+            skip_first_n_tokens=0,
+            lease_ns=time.monotonic_ns() + int(lease_s * 1e9),
+        )
+        # After the last piece no lease is looked at.
+        first, last = cache[4].view(-1)[0], cache[7].view(-1)[-2 * PIECE_BYTES // 4]
+        wait_until(first.item, what="the copy's beginning")
+        agent.stop()
+        time.sleep(lease_s + 0.1)
+        if not last.item():
+            break
+        agent.cont()  # the copy ended before the signal, or in its last pieces
+        wait_until(lambda call=call: call.done, what="an answer, or a lost agent")
+        agent.wait_idle()
+    at_the_end_of_the_lease = cache[TARGET].clone()
+    assert not last.item(), "never stopped in a copy"
+    agent.cont()
+    wait_until(lambda: call.done, what="an answer, or a lost agent")
+    agent.wait_idle()
+    written = int((cache[TARGET] != at_the_end_of_the_lease).sum()) * 4
+    assert written <= PIECE_BYTES
+    assert agent.counter("retrieves_failed") == failed + 1

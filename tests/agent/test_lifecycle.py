@@ -52,7 +52,8 @@ def _run_engine(endpoint: str, ready: Event, go_on: Event, again: Event, stay: E
             if engine.lookup(f"r{number}", HASHES) == 128:
                 break
             time.sleep(0.05)
-        if not engine.retrieve(f"r{number}", HASHES, range(20, 28)):
+        failed = engine.retrieve(f"r{number}", HASHES, range(20, 28))
+        if not failed and engine.lookup("held", HASHES) == 128:
             again.set()
         stay.wait()
 
@@ -73,6 +74,7 @@ class OtherEngine:
 
 @contextmanager
 def other_engine(agent: AgentServer) -> Iterator[OtherEngine]:
+    """Killed at the end."""
     engine = OtherEngine(agent.endpoint)
     engine.process.start()
     try:
@@ -83,26 +85,36 @@ def other_engine(agent: AgentServer) -> Iterator[OtherEngine]:
         engine.process.join()
 
 
-def mapped(agent: AgentServer) -> bool:
-    """Whether the agent holds any engine's memory."""
-    return "/dev/shm/torch" in Path(f"/proc/{agent.pid}/maps").read_text()
+def mapped(agent: AgentServer) -> int:
+    """How much memory of engines the agent has mapped, in ranges."""
+    return Path(f"/proc/{agent.pid}/maps").read_text().count("/dev/shm/torch")
 
 
 def test_a_silent_engine_registers_again_when_it_goes_on(
-    agent: AgentServer,
+    agent: AgentServer, engine: Engine
 ) -> None:
-    with other_engine(agent) as engine:
-        assert len(agent.status()["engines"]) == 1
-        assert mapped(agent)
-        engine.send(signal.SIGSTOP)
-        wait_until(lambda: not agent.status()["engines"], what="a forgotten engine")
-        wait_until(lambda: not mapped(agent), what="unmapped memory")
+    """Another one, which only waits, is not silent. One that is killed is forgotten, too."""
+    own = mapped(agent)
+    assert own
+    with other_engine(agent) as other:
+        assert len(agent.status()["engines"]) == 2
+        both = mapped(agent)
+        assert both > own
+        other.send(signal.SIGSTOP)
+        wait_until(lambda: len(agent.status()["engines"]) == 1, what="a forgotten engine")
+        wait_until(lambda: mapped(agent) == own, what="unmapped memory")
         assert "it has been silent for" in agent.log
-        assert agent.counter("heartbeat_losses") > 0
-        engine.send(signal.SIGCONT)
-        engine.go_on.set()
-        assert engine.again.wait(60), "it does not hit again"
-        assert mapped(agent)
+        wait_until(lambda: agent.counter("heartbeat_losses") == 2, what="scheduler and worker")
+        other.send(signal.SIGCONT)
+        other.go_on.set()
+        assert other.again.wait(60), "it does not hit again"
+        assert mapped(agent) == both
+        assert agent.status()["pool"]["pinned_slots"] > 0
+    wait_until(lambda: len(agent.status()["engines"]) == 1, what="a forgotten engine")
+    wait_until(lambda: mapped(agent) == own, what="unmapped memory")
+    wait_until(lambda: not agent.status()["pool"]["pinned_slots"], what="unpinned slots")
+    assert agent.counter("heartbeat_losses") == 4
+    assert engine.workers[0].ready
 
 
 def test_who_does_not_listen_finds_nobody_silent(
@@ -115,12 +127,10 @@ def test_who_does_not_listen_finds_nobody_silent(
     monkeypatch.setattr(service, "HEARTBEAT_TIMEOUT_S", 2.0)
     with (
         AgentHere(tmp_path / "agent", redis_server.unix_url) as here,
-        Engine(here.endpoint, agent_dead_after_s=2.0) as engine,
+        Engine(here.endpoint, agent_dead_after_s=2.0),
     ):
-        engine.wait_ready()
-        for _ in range(2):
-            ctypes.PyDLL(None).usleep(3_000_000)  # keeps it
-            time.sleep(1.0)
+        ctypes.PyDLL(None).usleep(3_000_000)  # keeps it
+        time.sleep(1.0)
         assert here.counter("heartbeat_losses") == 0
     assert "lost the agent" not in caplog.text
 
@@ -135,47 +145,17 @@ def test_an_engine_that_unregisters_and_ends_is_no_loss(
         return not isinstance(message, m.Goodbye) and send(link, message)
 
     monkeypatch.setattr(AgentLink, "_send", without_goodbye)
-    before = agent.counter("heartbeat_losses")
-    with Engine(agent.endpoint) as engine:
-        engine.wait_ready()
+    with Engine(agent.endpoint):
+        pass
     time.sleep(3)  # longer than the agent's timeout
-    assert agent.counter("heartbeat_losses") == before
-    with Engine(agent.endpoint) as engine:
-        engine.wait_ready()
+    assert agent.counter("heartbeat_losses") == 0
+    with Engine(agent.endpoint):
         monkeypatch.setattr(WorkerClient, "unregister", lambda *_: True)
-    wait_until(lambda: agent.counter("heartbeat_losses") == before + 2, what="two losses")
-
-
-def test_an_engine_that_only_waits_is_not_silent(agent: AgentServer) -> None:
-    with other_engine(agent):
-        lost = agent.counter("heartbeat_losses")
-        time.sleep(3)  # longer than the agent's timeout: its housekeeping has run several times
-        assert agent.counter("heartbeat_losses") == lost
-        assert len(agent.status()["engines"]) == 1
-
-
-def test_a_running_engine_registers_with_the_next_agent(agent: AgentServer) -> None:
-    with other_engine(agent) as engine:
-        agent.wait_idle()
-        agent.restart()
-        wait_until(
-            lambda: [each["ready"] for each in agent.status()["engines"]] == [True],
-            what="an engine that has registered again",
-        )
-        assert mapped(agent)
-        engine.go_on.set()
-        assert engine.again.wait(60), "it does not hit again"
-
-
-def test_what_an_engine_that_leaves_had_is_given_back(agent: AgentServer) -> None:
-    with Engine(agent.endpoint) as engine:
-        engine.store("r1", HASHES, range(8))
-        assert mapped(agent)
-    wait_until(lambda: not agent.status()["engines"], what="a forgotten engine")
-    wait_until(lambda: not mapped(agent), what="unmapped memory")
+    wait_until(lambda: agent.counter("heartbeat_losses") == 2, what="two losses")
 
 
 def test_a_sleeping_engine_is_unmapped_and_hits_awake(agent: AgentServer) -> None:
+    """What it had is given back when it leaves, too."""
     with Engine(agent.endpoint) as engine:
         engine.store("r1", HASHES, range(8))
         agent.wait_idle()
@@ -190,5 +170,8 @@ def test_a_sleeping_engine_is_unmapped_and_hits_awake(agent: AgentServer) -> Non
         group = CacheGroup(caches, "float32", engine.block_size_tokens)
         worker.register_groups([group], num_blocks=engine.num_blocks, identity={"rank": "0"})
         engine.wait_ready()
+        assert mapped(agent)
         assert engine.lookup("r2", HASHES) == 8 * engine.block_size_tokens
         assert not engine.retrieve("r2", HASHES, range(8))
+    wait_until(lambda: not agent.status()["engines"], what="a forgotten engine")
+    wait_until(lambda: not mapped(agent), what="unmapped memory")

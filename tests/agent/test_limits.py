@@ -22,6 +22,7 @@ from lmcache_redis.errors import ConfigError
 from lmcache_redis.tenants import parse_limits
 from lmcache_redis.tiers import CallOutcome, NumbersResult
 from tests.acl import documented_url
+from tests.agent.starts import Starts
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
@@ -240,6 +241,9 @@ def test_limits() -> None:
 
 # With servers
 
+# Accounts are read more often.
+SOON = {"lmcache_redis.agent.limits._EVERY_S": 0.2}
+
 
 def store(engine: Engine, name: str) -> None:
     prompt = block_hashes(name, 8)
@@ -253,113 +257,100 @@ def used(agent: AgentServer, tenant: str) -> Any:
 
 
 @pytest.mark.servers
-def test_two_agents_share_an_account(tmp_path: Path, redis_server: RedisServer) -> None:
-    with (
-        AgentServer(tmp_path / "a", redis_server.unix_url, tenant_bytes="team=300KiB") as first,
-        AgentServer(tmp_path / "b", redis_server.unix_url, tenant_bytes="team=300KiB") as second,
-        Engine(first.endpoint) as of_first,
-        Engine(second.endpoint) as of_second,
-    ):
-        of_first.tenant = of_second.tenant = "team"
-        store(of_first, "first")
-        wait_until(lambda: first.counter("stored_chunks") == 2, what="two chunks")
-        nbytes = first.counter("stored_bytes")
-        assert 100 << 10 < nbytes < 300 << 10
-        wait_until(lambda: used(first, "team") == nbytes, what="its account")
-        # It is there: neither written nor counted again.
-        of_second.store("first", block_hashes("first", 8), range(8))
-        wait_until(lambda: second.counter("skipped_chunks") == 2, what="a store of the same")
-        wait_until(lambda: used(second, "team") == nbytes, what="the account of the first")
-        store(of_second, "second")
-        wait_until(lambda: used(second, "team") == 2 * nbytes, what="both")
-        store(of_second, "third")
-        assert second.counter("drop_quota") == 2
-        why = "\n".join(request_lines(ControlClient(second.endpoint, 10).why("third", 1), 0.0))
-        assert "tenant team has used the 300KiB of its --tenant-bytes" in why
-        assert second.status()["tenants"]["team"]["dropped_chunks"] == 2
-        of_second.tenant = "another"
-        store(of_second, "of another")
-        wait_until(lambda: second.counter("stored_chunks") == 4, what="those of another")
-        assert of_second.lookup("again", block_hashes("first", 8)) == 128, "nothing is deleted"
-        assert "incrby" in second.status()["redis"]["commands"]
-        assert second.status()["tenants"]["another"]["limit_bytes"] is None
-        # The first has stored nothing since, and learns of it with its next store.
-        store(of_first, "fourth")
-        wait_until(lambda: (used(first, "team") or 0) >= 2 * nbytes, what="what the second wrote")
-        store(of_first, "fifth")
-        assert first.counter("drop_quota") in (2, 3), "or between two chunks of the fourth"
+def test_two_agents_share_an_account(start: Starts) -> None:
+    how = {"constants": SOON, "tenant_bytes": "team=300KiB"}
+    first, of_first = start("a", **how)
+    second, of_second = start("b", **how)
+    of_first.tenant = of_second.tenant = "team"
+    store(of_first, "first")
+    wait_until(lambda: first.counter("stored_chunks") == 2, what="two chunks")
+    nbytes = first.counter("stored_bytes")
+    assert 100 << 10 < nbytes < 300 << 10
+    wait_until(lambda: used(first, "team") == nbytes, what="its account")
+    # It is there: neither written nor counted again.
+    of_second.store("first", block_hashes("first", 8), range(8))
+    wait_until(lambda: second.counter("skipped_chunks") == 2, what="a store of the same")
+    wait_until(lambda: used(second, "team") == nbytes, what="the account of the first")
+    store(of_second, "second")
+    wait_until(lambda: used(second, "team") == 2 * nbytes, what="both")
+    store(of_second, "third")
+    assert second.counter("drop_quota") == 2
+    why = "\n".join(request_lines(ControlClient(second.endpoint, 10).why("third", 1), 0.0))
+    assert "tenant team has used the 300KiB of its --tenant-bytes" in why
+    assert second.status()["tenants"]["team"]["dropped_chunks"] == 2
+    of_second.tenant = "another"
+    store(of_second, "of another")
+    wait_until(lambda: second.counter("stored_chunks") == 4, what="those of another")
+    assert of_second.lookup("again", block_hashes("first", 8)) == 128, "nothing is deleted"
+    assert "incrby" in second.status()["redis"]["commands"]
+    assert second.status()["tenants"]["another"]["limit_bytes"] is None
+    # The first has stored nothing since, and learns of it with its next store.
+    store(of_first, "fourth")
+    wait_until(lambda: (used(first, "team") or 0) >= 2 * nbytes, what="what the second wrote")
+    store(of_first, "fifth")
+    assert first.counter("drop_quota") in (2, 3, 4), "or chunks of the fourth, too"
 
 
 @pytest.mark.servers
-def test_only_redis_is_withheld_and_who_has_room_brings_it(
-    tmp_path: Path, redis_server: RedisServer
-) -> None:
+def test_only_redis_is_withheld_and_who_has_room_brings_it(start: Starts, tmp_path: Path) -> None:
     how = {"tenant_bytes": "full=1", "disk_path": tmp_path / "disk", "disk_size": "64MiB"}
-    with (
-        AgentServer(tmp_path / "a", redis_server.unix_url, **how) as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        engine.tenant = "full"
-        store(engine, "first")
-        wait_until(lambda: used(agent, "full"), what="its account")
-        # Or one, where the second chunk's turn came when the first had been counted.
-        first = agent.counter("stored_chunks")
-        assert first in (1, 2)
-        prompt = block_hashes("second", 8)
-        for stored, present in ((2, 0), (2, 2)):
-            engine.lookup("second", prompt)
-            engine.store("second", prompt, range(8))
-            (request,) = ControlClient(agent.endpoint, 10).why("second", 1)["requests"]
-            found = [request["parts"][each] for each in ("stored", "present", "dropped")]
-            assert found == [stored, present, 0]
-        assert engine.lookup("again", prompt) == 128, "from the host pool"
-        wait_until(lambda: agent.counter("disk_stored_chunks") == 4, what="both on the disk")
-        assert (agent.counter("stored_chunks"), agent.counter("drop_quota")) == (first, 4 - first)
-        engine.tenant = "another"
-        engine.store("third", prompt, range(8))
-        wait_until(lambda: agent.counter("stored_chunks") == first + 2, what="who has room")
-        tenants = agent.status()["tenants"]
-        full, another = tenants["full"], tenants["another"]
-        assert (full["dropped_chunks"], another["dropped_chunks"]) == (4 - first, 0)
-        assert another["stored_bytes"] * first == full["stored_bytes"] * 2 > 0
+    agent, engine = start("a", **how)
+    engine.tenant = "full"
+    store(engine, "first")
+    wait_until(lambda: used(agent, "full"), what="its account")
+    # Or one, where the second chunk's turn came when the first had been counted.
+    first = agent.counter("stored_chunks")
+    assert first in (1, 2)
+    prompt = block_hashes("second", 8)
+    for stored, present in ((2, 0), (2, 2)):
+        engine.lookup("second", prompt)
+        engine.store("second", prompt, range(8))
+        (request,) = ControlClient(agent.endpoint, 10).why("second", 1)["requests"]
+        found = [request["parts"][each] for each in ("stored", "present", "dropped")]
+        assert found == [stored, present, 0]
+    assert engine.lookup("again", prompt) == 128, "from the host pool"
+    wait_until(lambda: agent.counter("disk_stored_chunks") == 4, what="both on the disk")
+    assert (agent.counter("stored_chunks"), agent.counter("drop_quota")) == (first, 4 - first)
+    engine.tenant = "another"
+    engine.store("third", prompt, range(8))
+    wait_until(lambda: agent.counter("stored_chunks") == first + 2, what="who has room")
+    tenants = agent.status()["tenants"]
+    full, another = tenants["full"], tenants["another"]
+    assert (full["dropped_chunks"], another["dropped_chunks"]) == (4 - first, 0)
+    assert another["stored_bytes"] * first == full["stored_bytes"] * 2 > 0
 
 
 @pytest.mark.servers
-def test_time_frees_an_account(tmp_path: Path, redis_server: RedisServer) -> None:
-    with (
-        AgentServer(tmp_path / "a", redis_server.unix_url, tenant_bytes="*=1", ttl_s=8) as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        engine.tenant = "team"
-        store(engine, "first")
-        wait_until(lambda: used(agent, "team"), what="its account")
-        first = agent.counter("stored_chunks")
-        store(engine, "second")
-        assert agent.counter("drop_quota") == 4 - first
+def test_time_frees_an_account(start: Starts) -> None:
+    four = {"lmcache_redis.agent.limits.BUCKETS": 4}  # of a second each
+    agent, engine = start(constants=SOON | four, tenant_bytes="*=1", ttl_s=4)
+    engine.tenant = "team"
+    store(engine, "first")
+    wait_until(lambda: used(agent, "team"), what="its account")
+    first = agent.counter("stored_chunks")
+    store(engine, "second")
+    assert agent.counter("drop_quota") == 4 - first
 
-        def is_stored_again() -> bool:
-            store(engine, "third")
-            return agent.counter("stored_chunks") > first
+    def is_stored_again() -> bool:
+        store(engine, "third")
+        return agent.counter("stored_chunks") > first
 
-        wait_until(is_stored_again, what="room for another")
-        assert json.dumps(agent.status()).count("--tenant-bytes") == 0
+    wait_until(is_stored_again, what="room for another")
+    assert json.dumps(agent.status()).count("--tenant-bytes") == 0
 
 
 @pytest.mark.servers
-def test_a_user_without_the_right_keeps_no_limit(tmp_path: Path, redis_server: RedisServer) -> None:
+def test_a_user_without_the_right_keeps_no_limit(start: Starts, redis_server: RedisServer) -> None:
     url = documented_url(redis_server)
-    with (
-        AgentServer(tmp_path / "a", url, tenant_bytes="*=1") as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        engine.tenant = "team"
-        store(engine, "first")
-        wait_until(lambda: agent.status()["redis"]["refused"]["NOPERM"], what="a refusal")
+    agent, engine = start(url=url, constants=SOON, tenant_bytes="*=1")
+    engine.tenant = "team"
+    store(engine, "first")
+    wait_until(lambda: agent.status()["redis"]["refused"]["NOPERM"], what="a refusal")
 
-        def is_stored() -> bool:
-            for name in ("first", "second"):  # until Redis has refused, one chunk is the limit
-                store(engine, name)
-            return agent.counter("stored_chunks") == 4
+    def is_stored() -> bool:
+        for name in ("first", "second"):  # until Redis has refused, one chunk is the limit
+            store(engine, name)
+        return agent.counter("stored_chunks") == 4
 
-        wait_until(is_stored, what="what nothing limits")
-        assert engine.lookup("hit", block_hashes("first", 8)) == 128
+    wait_until(is_stored, what="what nothing limits")
+    assert engine.lookup("hit", block_hashes("first", 8)) == 128

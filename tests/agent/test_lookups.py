@@ -7,7 +7,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,37 +15,36 @@ from typing import Any
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.agent import peers, registering
+from lmcache_redis.agent import peers
 from lmcache_redis.agent.lookups import shared_rows, tier_letters
 from lmcache_redis.agent.main import _prefault
 from lmcache_redis.agent.sessions import SESSION_TIMEOUT_S
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.names import FULL_REACH, ChunkNames
+from lmcache_redis.errors import WireError
 from lmcache_redis.tiers import ReadOutcome
 from tests.agent.joining import HASHES, LAYOUT, Joining, kv_rank_of
+from tests.agent.starts import Starts
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
 
 def test_a_lookup_waits_until_redis_was_asked_for_the_first_time(
-    tmp_path: Path, redis_server: RedisServer
+    start: Starts, redis_server: RedisServer
 ) -> None:
     """An agent serves after its timeout for the first probe, although Redis may only be slow."""
     patient = {"op_timeout_s": 60, "lookup_deadline_s": 30}
-    with (
-        AgentServer(tmp_path / "agent", redis_server.unix_url, **patient) as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        engine.store("r0", HASHES, range(8))
-        agent.wait_idle()
-        redis_server.stop()
-        agent.restart()
-        engine.wait_ready()
-        assert "not been asked yet" in agent.status()["redis"]["reason"]
-        engine.scheduler.begin_lookup("r1", engine.chunks(HASHES))
-        assert engine.scheduler.hit_tokens("r1", wait_s=0.3) is None
-        redis_server.cont()
-        assert engine.lookup("r1", HASHES) == 128
+    agent, engine = start(**patient)
+    engine.store("r0", HASHES, range(8))
+    agent.wait_idle()
+    redis_server.stop()
+    agent.restart()
+    engine.wait_ready()
+    assert "not been asked yet" in agent.status()["redis"]["reason"]
+    engine.scheduler.begin_lookup("r1", engine.chunks(HASHES))
+    assert engine.scheduler.hit_tokens("r1", wait_s=0.3) is None
+    redis_server.cont()
+    assert engine.lookup("r1", HASHES) == 128
 
 
 def test_the_host_pool_is_faulted_in_at_full_priority() -> None:
@@ -63,36 +62,20 @@ def test_the_host_pool_is_faulted_in_at_full_priority() -> None:
 
 def test_a_worker_is_ready_for_each_agent_anew(
     agent: AgentServer,
+    engine: Engine,
 ) -> None:
-    with Engine(agent.endpoint) as engine:
-        worker = engine.workers[0]
-        register, seen = worker.link._on_welcome, []
+    worker = engine.workers[0]
+    register, seen = worker.link._on_welcome, []
 
-        def welcomed(welcome: m.Welcome) -> None:
-            seen.append((worker.link.online, worker.ready))
-            assert register is not None
-            register(welcome)
+    def welcomed(welcome: m.Welcome) -> None:
+        seen.append((worker.link.online, worker.ready))
+        assert register is not None
+        register(welcome)
 
-        worker.link._on_welcome = welcomed
-        agent.restart()
-        engine.wait_ready()
-        assert seen == [(True, False)]
-
-
-@pytest.fixture
-def joining(
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Callable[..., Joining]]:
-    made: list[Joining] = []
-
-    def make(**options: Any) -> Joining:
-        made.append(Joining(**options))
-        monkeypatch.setattr(registering, "open_device", made[-1].open_device)
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    worker.link._on_welcome = welcomed
+    agent.restart()
+    engine.wait_ready()
+    assert seen == [(True, False)]
 
 
 @pytest.mark.parametrize("unnamed", [False, True])
@@ -384,6 +367,12 @@ def test_parts_of_other_agents_must_be_in_redis(
         m.LookupResult(0, 0, compare_only=distrusted),
         m.LookupResult(0, 1, "h", compare_only=distrusted),
     ]
+
+
+def test_parts_that_cannot_be_are_refused(joining: Callable[..., Joining]) -> None:
+    here = joining()
+    with pytest.raises(WireError):
+        here.look_up(here.engine(), remote=(m.RemoteParts(1, -1, b"f" * 32, FULL_REACH),))
 
 
 def test_ranks_with_equal_bytes_share_their_rows() -> None:

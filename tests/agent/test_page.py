@@ -21,10 +21,10 @@ from lmcache_redis.agent.uses import TenantUse
 from lmcache_redis.metrics import COUNTERS
 from lmcache_redis.metrics.exporter import OwnerCollector, serve_metrics
 from lmcache_redis.tenants import NONE, OTHER
+from tests.agent.starts import Starts
 from tests.browser import Browser
-from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.harness import block_hashes, wait_until
 from tests.scraping import port_in
-from tests.servers import RedisServer
 
 EVIL = '"><script>document.title="taken"</script><img src=x onerror=alert(1)>'
 NOW_S = 1e9
@@ -253,38 +253,34 @@ def test_it_fits_a_phone_and_a_desk(tmp_path: Path, width: int, lines: int, titl
 
 
 @pytest.mark.servers
-def test_an_agent_has_one_in_a_browser(tmp_path: Path, redis_server: RedisServer) -> None:
+def test_an_agent_has_one_in_a_browser(start: Starts, tmp_path: Path) -> None:
     browser = Browser.find(tmp_path / "profile")
     image = pytest.importorskip("PIL.Image")
     prompt = block_hashes("a prompt", 16)
-    with (
-        AgentServer(
-            tmp_path / "agent", redis_server.unix_url, metrics="127.0.0.1:0", expose_requests=True
-        ) as agent,
-        Engine(agent.endpoint, model_name="org/model <b>") as engine,
-    ):
-        engine.store("first", prompt, range(16))
-        assert engine.lookup("chatcmpl-hit", prompt, token_s=0.5) == 256
-        assert not engine.retrieve("chatcmpl-hit", prompt, range(16))
-        assert engine.lookup(EVIL, block_hashes("another", 16)) == 0
-        url = f"http://127.0.0.1:{port_in(agent.log)}/"
-        dom = browser.dom(url)
-        found = Text(dom)
-        assert "Hit rate 50 % of 8 chunks" in found.text
-        assert "Tokens not computed 256" in found.text
-        assert re.search(r"Prefill saved 12\d s", found.text)
-        assert "org/model <b>" in found.text
-        assert " ".join(EVIL.split()) in found.text
-        assert "<title>lmcache-redis 50 %</title>" in dom
-        assert "script" not in found.tags
-        # The page's own style is allowed to it: the browser paints its two backgrounds.
-        for scheme, colour in (("light", (0xF6, 0xF7, 0xF9)), ("dark", (0x10, 0x13, 0x1A))):
-            path = tmp_path / f"{scheme}.png"
-            browser.screenshot(url, path, scheme)
-            with image.open(path) as picture:
-                pixels = picture.convert("RGB")
-                assert pixels.getpixel((2, 2)) == colour
-                assert len(pixels.getcolors(1 << 24)) > 50
+    agent = start.agent(metrics="127.0.0.1:0", expose_requests=True)
+    engine = start.engine(agent, model_name="org/model <b>")
+    engine.store("first", prompt, range(16))
+    assert engine.lookup("chatcmpl-hit", prompt, token_s=0.5) == 256
+    assert not engine.retrieve("chatcmpl-hit", prompt, range(16))
+    assert engine.lookup(EVIL, block_hashes("another", 16)) == 0
+    url = f"http://127.0.0.1:{port_in(agent.log)}/"
+    dom = browser.dom(url)
+    found = Text(dom)
+    assert "Hit rate 50 % of 8 chunks" in found.text
+    assert "Tokens not computed 256" in found.text
+    assert re.search(r"Prefill saved 12\d s", found.text)
+    assert "org/model <b>" in found.text
+    assert " ".join(EVIL.split()) in found.text
+    assert "<title>lmcache-redis 50 %</title>" in dom
+    assert "script" not in found.tags
+    # The page's own style is allowed to it: the browser paints its two backgrounds.
+    for scheme, colour in (("light", (0xF6, 0xF7, 0xF9)), ("dark", (0x10, 0x13, 0x1A))):
+        path = tmp_path / f"{scheme}.png"
+        browser.screenshot(url, path, scheme)
+        with image.open(path) as picture:
+            pixels = picture.convert("RGB")
+            assert pixels.getpixel((2, 2)) == colour
+            assert len(pixels.getcolors(1 << 24)) > 50
 
 
 @pytest.mark.servers

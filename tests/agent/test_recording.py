@@ -19,6 +19,7 @@ from lmcache_redis.errors import ConfigError
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.plan import records
 from lmcache_redis.plan.reading import read_trace
+from tests.agent.starts import Starts
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.servers import RedisServer
 
@@ -80,21 +81,16 @@ def test_a_full_file_is_replaced_and_each_can_be_read(
     assert len(together) == len(read_trace([path], 1, 1)) + len(read_trace([old], 1, 1))
 
 
-def test_a_disk_that_is_full_stops_the_recording_only(
-    tmp_path: Path, redis_server: RedisServer
-) -> None:
-    with (
-        AgentServer(tmp_path / "agent", redis_server.unix_url, record="/dev/full") as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        engine.store("r1", HASHES, range(12))
-        for number in range(100):
-            assert engine.lookup(f"request {number}", HASHES) == 192
-            if agent.counter("records_dropped"):
-                break
-        assert agent.counter("records_dropped")
-        assert "nothing is recorded any more" in agent.log
-        assert engine.retrieve(f"request {number}", HASHES, range(12)) == set()
+def test_a_disk_that_is_full_stops_the_recording_only(start: Starts) -> None:
+    agent, engine = start(record="/dev/full")
+    engine.store("r1", HASHES, range(12))
+    for number in range(100):
+        assert engine.lookup(f"request {number}", HASHES) == 192
+        if agent.counter("records_dropped"):
+            break
+    assert agent.counter("records_dropped")
+    assert "nothing is recorded any more" in agent.log
+    assert engine.retrieve(f"request {number}", HASHES, range(12)) == set()
 
 
 def test_a_writer_that_is_behind_costs_lines_and_no_time(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,11 +20,8 @@ from tests.agent.joining import LAYOUT, Joining, group_of
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Joining]:
-    here = Joining()
-    monkeypatch.setattr(registering, "open_device", here.open_device)
-    yield here
-    here.close()
+def here(joining: Callable[..., Joining]) -> Joining:
+    return joining()
 
 
 def test_two_registrations_at_once_leave_one_mapping(here: Joining) -> None:

@@ -14,7 +14,8 @@ import pytest
 from lmcache_redis import messages as m
 from lmcache_redis.agent.main import RELOADABLE, _reloaded
 from lmcache_redis.config import AgentConfig
-from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.agent.starts import Starts
+from tests.harness import AgentServer, block_hashes, wait_until
 from tests.servers import RedisServer
 
 HASHES = block_hashes("prompt", 8)
@@ -45,7 +46,9 @@ def reload(agent: AgentServer, settings: Path, text: str, says: str) -> str:
     return agent.log[before:]
 
 
-def test_limits_and_the_level_of_the_log_change(agent: AgentServer, settings: Path) -> None:
+def test_limits_and_the_level_of_the_log_change(
+    start: Starts, agent: AgentServer, settings: Path
+) -> None:
     text = "log-level = debug\nwrite-queue-bytes = 0\nshutdown-deadline-s = 0.5\ndisk-size = 1GiB\n"
     log = reload(agent, settings, text, "reloaded --write-queue-bytes")  # the last line
     for line in (
@@ -55,22 +58,22 @@ def test_limits_and_the_level_of_the_log_change(agent: AgentServer, settings: Pa
         "reloaded --disk-size: 1GiB, was 64GiB",
     ):
         assert line in log
-    with Engine(agent.endpoint) as engine:
-        engine.store("r1", HASHES, range(8))
-        wait_until(lambda: agent.counter("drop_queue_full") == 2, what="a queue without room")
-        assert engine.lookup("r2", HASHES) == 128
-        wait_until(lambda: agent.counter("sessions_timed_out") == 1, what="a session's end")
-        # Only a worker registers. What is refused is a line for debugging.
-        engine.scheduler.link.submit(m.RegisterKVCache, groups=(), storages=()).wait(60)
-        assert " DEBUG " in agent.log
-        reload(
-            agent,
-            settings,
-            "log-level = info\n",
-            "--write-queue-bytes: half of the host pool, was 0",
-        )
-        engine.store("r3", block_hashes("another prompt", 8), range(8))
-        wait_until(lambda: agent.counter("stored_chunks") == 2, what="a queue with room")
+    engine = start.engine(agent)
+    engine.store("r1", HASHES, range(8))
+    wait_until(lambda: agent.counter("drop_queue_full") == 2, what="a queue without room")
+    assert engine.lookup("r2", HASHES) == 128
+    wait_until(lambda: agent.counter("sessions_timed_out") == 1, what="a session's end")
+    # Only a worker registers. What is refused is a line for debugging.
+    engine.scheduler.link.submit(m.RegisterKVCache, groups=(), storages=()).wait(60)
+    assert " DEBUG " in agent.log
+    reload(
+        agent,
+        settings,
+        "log-level = info\n",
+        "--write-queue-bytes: half of the host pool, was 0",
+    )
+    engine.store("r3", block_hashes("another prompt", 8), range(8))
+    wait_until(lambda: agent.counter("stored_chunks") == 2, what="a queue with room")
 
 
 @pytest.mark.parametrize(
@@ -101,8 +104,10 @@ def test_what_is_wrong_changes_nothing(
     assert agent.status()["pid"] == agent.pid
 
 
-def test_another_file_is_read_without_a_signal(agent: AgentServer, settings: Path) -> None:
+def test_another_file_is_read_without_a_signal(start: Starts, settings: Path) -> None:
     """As the kubelet replaces it: under the same name, at once."""
+    soon = {"lmcache_redis.agent.main._LOOK_S": 0.2}
+    agent = start.agent(constants=soon, config=settings)
     other = settings.with_name("other.conf")
     other.write_text("log-level = debug\n")
     other.replace(settings)
@@ -120,10 +125,10 @@ def test_what_needs_a_start_is_said_and_options_have_precedence(
     assert "secret" not in agent.log
 
 
-def test_without_a_file_a_hangup_ends_the_agent(tmp_path: Path, redis_server: RedisServer) -> None:
-    with AgentServer(tmp_path / "agent", redis_server.unix_url) as agent:
-        os.kill(agent.pid, signal.SIGHUP)
-        assert agent.process.wait(30) == -signal.SIGHUP
+def test_without_a_file_a_hangup_ends_the_agent(start: Starts) -> None:
+    agent = start.agent()
+    os.kill(agent.pid, signal.SIGHUP)
+    assert agent.process.wait(30) == -signal.SIGHUP
 
 
 def test_what_is_reloaded_is_applied() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ import pytest
 from lmcache_redis.agent.sessions import HitLoad
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from tests.agent.played import CHUNK_BYTES, HASHES, Device, Played
+from tests.agent.starts import Starts
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
-from tests.servers import RedisServer
 
 WINDOW = Reach("window", 64)
 
@@ -121,59 +120,54 @@ def worth(agent: AgentServer) -> dict[str, Any]:
 
 
 @pytest.mark.servers
-def test_an_agent_counts_what_the_engine_takes(tmp_path: Path, redis_server: RedisServer) -> None:
-    with AgentServer(tmp_path / "agent", redis_server.unix_url) as agent:
-        nothing = {"host": None, "disk": None, "redis": None}
-        expected: dict[str, Any] = {"tokens_saved_untimed": 0, "prefill_s_saved": 0.0}
-        assert worth(agent) == {"hit_rate": nothing, "tokens_saved": 0, **expected}
-        with Engine(agent.endpoint, world_size=2) as engine:
-            engine.store("first", PROMPT, range(16))
-            # A hit that the engine does not load.
-            assert engine.lookup("refused", PROMPT, token_s=TOKEN_S) == 256
-            engine.scheduler.end_session("refused")
-            assert worth(agent)["tokens_saved"] == 0
-            assert worth(agent)["hit_rate"] == {"host": 1.0, "disk": 0.0, "redis": 0.0}
-            # One that it loads, but for the first block, which it has.
-            began_s = time.monotonic()
-            assert engine.lookup("taken", PROMPT, token_s=TOKEN_S) == 256
-            assert not engine.retrieve("taken", PROMPT, range(16), 16)
-            wait_s = time.monotonic() - began_s
-            saved = worth(agent)
-            assert saved["tokens_saved"] == 240
-            assert 240 * TOKEN_S - wait_s <= saved["prefill_s_saved"] < 240 * TOKEN_S
-            counters = agent.counters()
-            assert counters["saved_tokens"] == 240
-            assert counters["saved_prefill_seconds"] == pytest.approx(
-                saved["prefill_s_saved"], abs=1e-3
-            )
-            # Its rank 1 loads nothing: the engine computes.
-            assert engine.lookup("half", PROMPT, token_s=TOKEN_S) == 256
-            half = engine.workers[0].begin_retrieves(
-                ["half"], [engine.op(PROMPT, range(16))], engine.workers[0].signal()
-            )
-            wait_until(lambda: half[0].over, what="a retrieve")
-            assert worth(agent) == {**saved, "hit_rate": worth(agent)["hit_rate"]}
-            # A measured rate that is lost again: only tokens are counted.
-            assert engine.lookup("unknown", PROMPT) == 256
-            assert not engine.retrieve("unknown", PROMPT, range(16))
-            after = worth(agent)
-            assert (after["tokens_saved"], after["tokens_saved_untimed"]) == (496, 256)
-            assert after["prefill_s_saved"] == saved["prefill_s_saved"]
-            model = agent.status()["models"]["test/model"]
-            assert (model["saved_tokens"], model["saved_untimed_tokens"]) == (496, 256)
+def test_an_agent_counts_what_the_engine_takes(start: Starts) -> None:
+    agent = start.agent()
+    nothing = {"host": None, "disk": None, "redis": None}
+    expected: dict[str, Any] = {"tokens_saved_untimed": 0, "prefill_s_saved": 0.0}
+    assert worth(agent) == {"hit_rate": nothing, "tokens_saved": 0, **expected}
+    with Engine(agent.endpoint, world_size=2) as engine:
+        engine.store("first", PROMPT, range(16))
+        # A hit that the engine does not load.
+        assert engine.lookup("refused", PROMPT, token_s=TOKEN_S) == 256
+        engine.scheduler.end_session("refused")
+        assert worth(agent)["tokens_saved"] == 0
+        assert worth(agent)["hit_rate"] == {"host": 1.0, "disk": 0.0, "redis": 0.0}
+        # One that it loads, but for the first block, which it has.
+        began_s = time.monotonic()
+        assert engine.lookup("taken", PROMPT, token_s=TOKEN_S) == 256
+        assert not engine.retrieve("taken", PROMPT, range(16), 16)
+        wait_s = time.monotonic() - began_s
+        saved = worth(agent)
+        assert saved["tokens_saved"] == 240
+        assert 240 * TOKEN_S - wait_s <= saved["prefill_s_saved"] < 240 * TOKEN_S
+        counters = agent.counters()
+        assert counters["saved_tokens"] == 240
+        assert counters["saved_prefill_seconds"] == pytest.approx(
+            saved["prefill_s_saved"], abs=1e-3
+        )
+        # Its rank 1 loads nothing: the engine computes.
+        assert engine.lookup("half", PROMPT, token_s=TOKEN_S) == 256
+        half = engine.workers[0].begin_retrieves(
+            ["half"], [engine.op(PROMPT, range(16))], engine.workers[0].signal()
+        )
+        wait_until(lambda: half[0].over, what="a retrieve")
+        assert worth(agent) == {**saved, "hit_rate": worth(agent)["hit_rate"]}
+        # A measured rate that is lost again: only tokens are counted.
+        assert engine.lookup("unknown", PROMPT) == 256
+        assert not engine.retrieve("unknown", PROMPT, range(16))
+        after = worth(agent)
+        assert (after["tokens_saved"], after["tokens_saved_untimed"]) == (496, 256)
+        assert after["prefill_s_saved"] == saved["prefill_s_saved"]
+        model = agent.status()["models"]["test/model"]
+        assert (model["saved_tokens"], model["saved_untimed_tokens"]) == (496, 256)
 
 
 @pytest.mark.servers
-def test_seconds_are_unknown_until_an_engine_has_measured(
-    tmp_path: Path, redis_server: RedisServer
-) -> None:
-    with (
-        AgentServer(tmp_path / "agent", redis_server.unix_url) as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        engine.store("first", PROMPT, range(16))
-        assert engine.lookup("second", PROMPT) == 256
-        assert not engine.retrieve("second", PROMPT, range(16))
-        saved = worth(agent)
-        assert saved["tokens_saved"] == saved["tokens_saved_untimed"] == 256
-        assert saved["prefill_s_saved"] is None
+def test_seconds_are_unknown_until_an_engine_has_measured(start: Starts) -> None:
+    agent, engine = start()
+    engine.store("first", PROMPT, range(16))
+    assert engine.lookup("second", PROMPT) == 256
+    assert not engine.retrieve("second", PROMPT, range(16))
+    saved = worth(agent)
+    assert saved["tokens_saved"] == saved["tokens_saved_untimed"] == 256
+    assert saved["prefill_s_saved"] is None

@@ -21,9 +21,12 @@ from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.device.shares import HeadShares, default_shares, shares_of_rank
 from tests import cuda_driver
 from tests.agent import test_removals as removals
+from tests.agent.on_gpus import Node
+from tests.agent.starts import Starts
 from tests.agent.test_disk import agent_with_disk
+from tests.agent.test_nodes import PATIENT, check_unpinned
 from tests.agent.test_watching import check_evictions_from_disk
-from tests.cuda_driver.engine import GpuEngine, gpus
+from tests.cuda_driver.engine import GpuEngine
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer, stripe_keys
 
@@ -44,7 +47,7 @@ class ShardedEngine(Engine):
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str | Sequence[str],
         ranks: int,
         heads: int = 8,
         *,
@@ -140,6 +143,18 @@ def kv(heads: int, layers: int = LAYERS, dtype: torch.dtype = torch.float32) -> 
     return torch.randn((layers, len(STORED), heads, 2, TOKENS, SIZE)).to(dtype)
 
 
+def store(agent: AgentServer, engine: ShardedEngine, model: torch.Tensor) -> None:
+    engine.fill(model, STORED)
+    engine.store("r", HASHES, STORED)
+    agent.wait_idle()
+
+
+def check_hit(engine: ShardedEngine, model: torch.Tensor) -> None:
+    assert engine.lookup("r", HASHES) == 256
+    assert engine.retrieve("r", HASHES, LOADED) == set()
+    assert engine.holds(model, LOADED)
+
+
 def values(redis_server: RedisServer) -> int:
     with redis_server.client() as client:
         return len(stripe_keys(client))
@@ -149,102 +164,51 @@ def values(redis_server: RedisServer) -> int:
     ("heads", "shares", "sizes"),
     [
         (8, 8, (1, 2)),
-        (8, 8, (2, 1)),
         (8, 4, (4, 1)),
         (2, 2, (1, 4)),  # fewer heads than ranks
         (2, 2, (4, 2)),
-        (1, 1, (2, 1)),
     ],
 )
 def test_one_size_loads_what_another_has_stored(
-    tmp_path: Path, redis_server: RedisServer, heads: int, shares: int, sizes: tuple[int, int]
+    start: Starts, redis_server: RedisServer, heads: int, shares: int, sizes: tuple[int, int]
 ) -> None:
-    model, url = kv(heads), redis_server.unix_url
-    with (
-        AgentServer(tmp_path / "one", url) as agent,
-        ShardedEngine(agent.endpoint, sizes[0], heads, shares=shares) as engine,
-    ):
-        engine.fill(model, STORED)
-        engine.store("r", HASHES, STORED)
-        agent.wait_idle()
-        assert agent.counter("stored_chunks") == 4 * min(heads, sizes[0])
+    model, one, two = kv(heads), start.agent("one"), start.agent("two")
+    store(one, start.enter(ShardedEngine(one.endpoint, sizes[0], heads, shares=shares)), model)
+    assert one.counter("stored_chunks") == 4 * min(heads, sizes[0])
     assert (stored := values(redis_server)) == 4 * shares, "each share once"
-    with (
-        AgentServer(tmp_path / "two", url) as agent,
-        ShardedEngine(agent.endpoint, sizes[1], heads, shares=shares) as engine,
-    ):
-        assert engine.lookup("r", HASHES) == 256
-        assert agent.counter("loaded_chunks") == 4 * min(heads, sizes[1])
-        assert engine.retrieve("r", HASHES, LOADED) == set()
-        assert engine.holds(model, LOADED)
-        # What it computes is there already.
-        engine.store("r", HASHES, LOADED)
-        agent.wait_idle()
+    engine = start.enter(ShardedEngine(two.endpoint, sizes[1], heads, shares=shares))
+    check_hit(engine, model)
+    assert two.counter("loaded_chunks") == 4 * min(heads, sizes[1])
+    # What it computes is there already.
+    engine.store("r", HASHES, LOADED)
+    two.wait_idle()
     assert values(redis_server) == stored
 
 
 @pytest.mark.skipif(cuda_driver.missing() is not None, reason=f"{cuda_driver.missing()}")
 @pytest.mark.parametrize("direct", [1024, 1 << 20], ids=["direct", "kernels"])
-def test_shares_on_gpus(tmp_path: Path, redis_server: RedisServer, direct: int) -> None:
-    model, options = kv(4), {"direct_copy_bytes": direct}
-    for name, ranks in (("one", 1), ("two", 2)):
-        with (
-            gpus(devices=2, delay_us=300) as host,
-            AgentServer(tmp_path / name, redis_server.unix_url, **options) as agent,
-            GpuShardedEngine(agent.endpoint, ranks, 4, host=host, gpus=(0, 1)) as engine,
-        ):
-            if ranks == 1:
-                engine.fill(model, STORED)
-                engine.store("r", HASHES, STORED)
-                agent.wait_idle()
-            else:
-                assert engine.lookup("r", HASHES) == 256
-                assert engine.retrieve("r", HASHES, LOADED) == set()
-                assert engine.holds(model, LOADED)
-
-
-@pytest.mark.parametrize("is_sealed", [False, True], ids=["plain", "sealed"])
-def test_shares_are_packed_and_sealed(
-    tmp_path: Path, redis_server: RedisServer, is_sealed: bool
-) -> None:
-    (keys := tmp_path / "seal.keys").write_text("11" * 32 + "\n")
-    keys.chmod(0o600)
-    options = {"seal_key_file": str(keys)} if is_sealed else {}
-    model, url = kv(4, dtype=torch.bfloat16), redis_server.unix_url
-    for name, ranks in (("one", 1), ("two", 4)):
-        with (
-            AgentServer(tmp_path / name, url, compress="lossless", **options) as agent,
-            ShardedEngine(agent.endpoint, ranks, 4, dtype=torch.bfloat16) as engine,
-        ):
-            if ranks == 1:
-                engine.fill(model, STORED)
-                engine.store("r", HASHES, STORED)
-                agent.wait_idle()
-                assert agent.counter("stored_bytes") < 0.9 * agent.counter("plain_bytes")
-            else:
-                assert engine.lookup("r", HASHES) == 256
-                assert engine.retrieve("r", HASHES, LOADED) == set()
-                assert engine.holds(model, LOADED)
-
-
-def test_a_prefix_ends_where_a_share_is_missing(
-    agent: AgentServer, redis_server: RedisServer
-) -> None:
+def test_shares_on_gpus(node: Node, direct: int) -> None:
     model = kv(4)
-    with ShardedEngine(agent.endpoint, 2, 4) as engine:
-        engine.fill(model, STORED)
-        engine.store("r", HASHES, STORED)
-        agent.wait_idle()
-    name = HASHES[11].hex().encode()  # of the third chunk
-    with redis_server.client() as client:
-        keys = sorted(key for key in stripe_keys(client) if name in key)
-        assert len(keys) == 4
-        client.delete(keys[2])
-    agent.restart()
-    with ShardedEngine(agent.endpoint, 1, 4) as engine:
-        assert engine.lookup("r", HASHES) == 128
-        assert engine.retrieve("r", HASHES[:8], LOADED[:8]) == set()
-        assert engine.holds(model[:, :8], LOADED[:8])
+
+    def engine_of(agent: AgentServer, ranks: int) -> GpuShardedEngine:
+        both = {"host": node.host, "gpus": (0, 1)}
+        return node.start.enter(GpuShardedEngine(agent.endpoint, ranks, 4, **both))
+
+    agent = node.agent(direct)
+    store(agent, engine_of(agent, 1), model)
+    agent.restart()  # the host pool is empty now
+    other = engine_of(agent, 2)
+    check_hit(other, model)
+
+
+def test_shares_are_packed_and_sealed(start: Starts, key_file: Path) -> None:
+    model = kv(4, dtype=torch.bfloat16)
+    options = {"compress": "lossless", "seal_key_file": key_file}
+    agent, other = start.agent("one", **options), start.agent("two", **options)
+    engine = start.enter(ShardedEngine(agent.endpoint, 1, 4, dtype=model.dtype))
+    store(agent, engine, model)
+    assert agent.counter("stored_bytes") < 0.9 * agent.counter("plain_bytes")
+    check_hit(start.enter(ShardedEngine(other.endpoint, 4, 4, dtype=model.dtype)), model)
 
 
 def test_sizes_share_one_disk_without_redis(tmp_path: Path, redis_server: RedisServer) -> None:
@@ -253,14 +217,10 @@ def test_sizes_share_one_disk_without_redis(tmp_path: Path, redis_server: RedisS
         for ranks in (2, 1, 4):
             with ShardedEngine(agent.endpoint, ranks, 4) as engine:
                 if ranks == 2:
-                    engine.fill(model, STORED)
-                    engine.store("r", HASHES, STORED)
-                    agent.wait_idle()
+                    store(agent, engine, model)
                     redis_server.kill()
                     continue
-                assert engine.lookup("r", HASHES) == 4 * 64
-                assert engine.retrieve("r", HASHES, LOADED) == set()
-                assert engine.holds(model, LOADED)
+                check_hit(engine, model)
         assert agent.counter("hit_chunks_disk") == 4 + 4
 
 
@@ -275,125 +235,135 @@ def test_a_chunk_has_left_the_disk_with_its_first_share_that_has(
 
 
 def test_why_says_a_layout_once_and_where_each_part_is(
-    agent: AgentServer, redis_server: RedisServer
+    start: Starts, agent: AgentServer, redis_server: RedisServer
 ) -> None:
     model, tools = kv(4), ControlClient(agent.endpoint, 10)
-    with (
-        ShardedEngine(agent.endpoint, 2, 4) as engine,
-        ShardedEngine(agent.endpoint, 1, 4),
-        ShardedEngine(agent.endpoint, 1, 4, shares=2) as other,
-    ):
-        engine.fill(model, STORED)
-        engine.store("r", HASHES, STORED)
-        other.store("r", HASHES[:4], STORED[:4])
-        agent.wait_idle()
-        assert len({each["layout"] for each in tools.layouts()["layouts"]}) == 2
-        agent.restart()
-        engine.wait_ready()
-        other.wait_ready()
-        layout, apart = (each["layouts"][0] for each in agent.status()["sharing"])
-        with redis_server.client() as client:
-            for key in stripe_keys(client):
-                _, name, _ = parse_stripe_key(key)
-                # The first share of the second rank.
-                is_lost = name.chunk_hash == HASHES[3] and name.kv_rank == share_rank(4, 2)
-                if is_lost and layout.encode().startswith(key[6:22]):
-                    client.delete(key)
-        assert engine.lookup("lost", HASHES) == 0
-        report = tools.why("lost")
-        miss = report["requests"][0]["lookup"]["first_miss"]
-        assert (miss["reason"], miss["now"]) == ("in_part", ["redis", None])
-        assert miss["other_layouts"] == [apart]
-        said = "\n".join(request_lines(report, 0.0))
-        assert f"layout {layout[:16]}\n" in said
-        assert "1 of its 2 parts are there now" in said
+    engine = start.enter(ShardedEngine(agent.endpoint, 2, 4))
+    start.enter(ShardedEngine(agent.endpoint, 1, 4))
+    other = start.enter(ShardedEngine(agent.endpoint, 1, 4, shares=2))
+    engine.fill(model, STORED)
+    engine.store("r", HASHES, STORED)
+    other.store("r", HASHES[:4], STORED[:4])
+    agent.wait_idle()
+    assert len({each["layout"] for each in tools.layouts()["layouts"]}) == 2
+    agent.restart()
+    engine.wait_ready()
+    other.wait_ready()
+    layout, apart = (each["layouts"][0] for each in agent.status()["sharing"])
+    with redis_server.client() as client:
+        for key in stripe_keys(client):
+            _, name, _ = parse_stripe_key(key)
+            # The first share of the second rank.
+            is_lost = name.chunk_hash == HASHES[3] and name.kv_rank == share_rank(4, 2)
+            if is_lost and layout.encode().startswith(key[6:22]):
+                client.delete(key)
+    assert engine.lookup("lost", HASHES) == 0
+    report = tools.why("lost")
+    miss = report["requests"][0]["lookup"]["first_miss"]
+    assert (miss["reason"], miss["now"]) == ("in_part", ["redis", None])
+    assert miss["other_layouts"] == [apart]
+    said = "\n".join(request_lines(report, 0.0))
+    assert f"layout {layout[:16]}\n" in said
+    assert "1 of its 2 parts are there now" in said
 
 
-def test_status_says_who_shares(agent: AgentServer) -> None:
-    with (
-        ShardedEngine(agent.endpoint, 2, 4),
-        ShardedEngine(agent.endpoint, 1, 4),
-        ShardedEngine(agent.endpoint, 1, 4, shares=2),
-        Engine(agent.endpoint, model_name="other/model"),
-    ):
-        status = agent.status()
-        first, *others = status["sharing"]
-        assert (len(first["engines"]), first["shares"], first["apart"]) == (2, 4, [])
-        layout = first["layouts"][0][:16]
-        apart, alone = sorted(others, key=lambda each: str(each["model"]), reverse=True)
-        assert (len(apart["engines"]), apart["shares"]) == (1, 2)
-        assert apart["apart"][0] == "kv_shares"
-        assert (alone["model"], alone["shares"], alone["apart"]) == ("other/model", 1, [])
-        said = [text for _, text, _ in rows(status)]
-        assert f"test/model, layout {layout}, in 4 shares; 2 engines share" in said
-        (text,) = (each for each in said if "does not share" in each)
-        assert f", in 2 shares: does not share with {layout} (kv_shares, " in text
-        assert f"other/model, layout {alone['layouts'][0][:16]}" in said
+def test_status_says_who_shares(start: Starts, agent: AgentServer) -> None:
+    start.enter(ShardedEngine(agent.endpoint, 2, 4))
+    start.enter(ShardedEngine(agent.endpoint, 1, 4))
+    start.enter(ShardedEngine(agent.endpoint, 1, 4, shares=2))
+    start.engine(agent, model_name="other/model")
+    status = agent.status()
+    first, *others = status["sharing"]
+    assert (len(first["engines"]), first["shares"], first["apart"]) == (2, 4, [])
+    layout = first["layouts"][0][:16]
+    apart, alone = sorted(others, key=lambda each: str(each["model"]), reverse=True)
+    assert (len(apart["engines"]), apart["shares"]) == (1, 2)
+    assert apart["apart"][0] == "kv_shares"
+    assert (alone["model"], alone["shares"], alone["apart"]) == ("other/model", 1, [])
+    said = [text for _, text, _ in rows(status)]
+    assert f"test/model, layout {layout}, in 4 shares; 2 engines share" in said
+    (text,) = (each for each in said if "does not share" in each)
+    assert f", in 2 shares: does not share with {layout} (kv_shares, " in text
+    assert f"other/model, layout {alone['layouts'][0][:16]}" in said
 
 
-def test_groups_beside_each_other_are_cut_each_for_itself(
-    tmp_path: Path, redis_server: RedisServer
-) -> None:
-    model, url = kv(4, 2 * LAYERS), redis_server.unix_url
-    with (
-        AgentServer(tmp_path / "one", url) as agent,
-        ShardedEngine(agent.endpoint, 2, 4, beside="window") as engine,
-    ):
-        engine.fill(model, STORED)
-        engine.store("r", HASHES, STORED)
-        agent.wait_idle()
-    with (
-        AgentServer(tmp_path / "two", url) as agent,
-        ShardedEngine(agent.endpoint, 1, 4, beside="window") as engine,
-    ):
-        assert engine.lookup("r", HASHES) == 256
-        # Of four chunks all that full attention needs, and what the window does: two.
-        assert agent.counter("loaded_chunks") == 4 + 2
-        assert engine.retrieve("r", HASHES, LOADED) == set()
-        assert engine.holds(model, LOADED)
-
-
-def test_states_beside_shares_are_for_engines_of_one_size(agent: AgentServer) -> None:
+def test_groups_beside_each_other_are_cut_each_for_itself(start: Starts) -> None:
     model = kv(4, 2 * LAYERS)
-    with (
-        ShardedEngine(agent.endpoint, 2, 4, beside="state") as engine,
-        ShardedEngine(agent.endpoint, 2, 4, beside="state") as like,
-        ShardedEngine(agent.endpoint, 1, 4, beside="state") as other,
-    ):
-        engine.fill(model, STORED)
-        engine.store("r", HASHES, STORED)
-        agent.wait_idle()
-        assert like.lookup("r", HASHES) == 256
-        assert other.lookup("r", HASHES) == 0
-        other.fill(model, STORED)
-        other.store("r", HASHES, STORED)
-        assert other.lookup("again", HASHES) == 256
-        # Its shares were there.
-        agent.wait_idle()
-        assert agent.counter("stored_chunks") == 4 * 2 + 4 * 2 + 4
+    one, two = start.agent("one"), start.agent("two")
+    store(one, start.enter(ShardedEngine(one.endpoint, 2, 4, beside="window")), model)
+    engine = start.enter(ShardedEngine(two.endpoint, 1, 4, beside="window"))
+    assert engine.lookup("first", HASHES) == 256
+    # Of four chunks all that full attention needs, and what the window does: two.
+    assert two.counter("loaded_chunks") == 4 + 2
+    check_hit(engine, model)
 
 
-def test_other_shares_are_another_layout(agent: AgentServer) -> None:
+def test_windows_of_ranks_on_other_nodes(start: Starts, redis_server: RedisServer) -> None:
+    model = kv(4, 2 * LAYERS)
+    agents = [start.agent(name, **PATIENT) for name in ("one", "two")]
+    places = [each.endpoint for each in agents]
+    with ShardedEngine(places, 2, 4, beside="window") as first:
+        for agent in agents:
+            store(agent, first, model)
+    for agent in agents:
+        agent.restart()
+    engine = start.enter(ShardedEngine(places, 2, 4, beside="window"))
+    assert engine.lookup("first", HASHES) == 256
+    # Of four chunks all that full attention needs, and what the window does, on each node.
+    assert agents[0].counter("loaded_chunks") == 4 + 2
+    check_hit(engine, model)
+    for request_id in ("first", "r"):
+        engine.scheduler.end_session(request_id)
+
+    # The other node's window of the last chunk is gone: the prefix is one chunk shorter.
+    groups = [group for each in agents[1].status()["engines"] for group in each["groups"]]
+    (layout,) = {each["layout"] for each in groups if each["reach"] == "window"}
+    gone = []
+    for key in stripe_keys(redis_server):
+        namespace, name, _ = parse_stripe_key(key)
+        is_of_it = name.chunk_hash == NAMES[3] and layout.encode().startswith(namespace)
+        if is_of_it and name.kv_rank in (share_rank(4, 2), share_rank(4, 3)):
+            gone.append(key)
+    assert redis_server.command("DEL", *gone) == len(gone) == 2
+    assert engine.lookup("shorter", HASHES) == 192
+    engine.scheduler.end_session("shorter")
+    check_unpinned(agents)
+
+
+def test_states_beside_shares_are_for_engines_of_one_size(
+    start: Starts, agent: AgentServer
+) -> None:
+    model = kv(4, 2 * LAYERS)
+    engine = start.enter(ShardedEngine(agent.endpoint, 2, 4, beside="state"))
+    like = start.enter(ShardedEngine(agent.endpoint, 2, 4, beside="state"))
+    other = start.enter(ShardedEngine(agent.endpoint, 1, 4, beside="state"))
+    store(agent, engine, model)
+    assert like.lookup("r", HASHES) == 256
+    assert other.lookup("r", HASHES) == 0
+    other.fill(model, STORED)
+    other.store("r", HASHES, STORED)
+    assert other.lookup("again", HASHES) == 256
+    # Its shares were there.
+    agent.wait_idle()
+    assert agent.counter("stored_chunks") == 4 * 2 + 4 * 2 + 4
+
+
+def test_other_shares_are_another_layout(start: Starts, agent: AgentServer) -> None:
     model = kv(8)
-    with (
-        ShardedEngine(agent.endpoint, 1, shares=8) as one,
-        ShardedEngine(agent.endpoint, 1, shares=4) as other,
-    ):
-        one.fill(model, STORED)
-        one.store("r", HASHES, STORED)
-        assert other.lookup("r", HASHES) == 0
-        other.fill(model, STORED)
-        other.store("r", HASHES, STORED)
-        assert other.lookup("again", HASHES) == 256
+    one, other = (start.enter(ShardedEngine(agent.endpoint, 1, shares=shares)) for shares in (8, 4))
+    store(agent, one, model)
+    assert other.lookup("r", HASHES) == 0
+    store(agent, other, model)
+    assert other.lookup("again", HASHES) == 256
     assert "Traceback" not in agent.log
 
 
-def test_a_canary_compares_every_share(agent: AgentServer, redis_server: RedisServer) -> None:
+def test_a_canary_compares_every_share(
+    start: Starts, agent: AgentServer, redis_server: RedisServer
+) -> None:
     model = kv(4)
     with ShardedEngine(agent.endpoint, 2, 4) as engine:
-        engine.fill(model, STORED)
-        engine.store("r", HASHES, STORED)
-        agent.wait_idle()
+        store(agent, engine, model)
     with ShardedEngine(agent.endpoint, 1, 4) as one:
         assert one.lookup("r", HASHES) == 256
         model[0, 5, 3] += 1  # a head of a block of the second chunk
@@ -407,8 +377,8 @@ def test_a_canary_compares_every_share(agent: AgentServer, redis_server: RedisSe
         agent.wait_idle()
         assert values(redis_server) == 3 * 4
     ControlClient(agent.endpoint).trust()
-    with ShardedEngine(agent.endpoint, 2, 4) as engine:
-        assert engine.lookup("again", HASHES) == 64
+    engine = start.enter(ShardedEngine(agent.endpoint, 2, 4))
+    assert engine.lookup("again", HASHES) == 64
 
 
 def test_routers_learn_that_a_share_was_evicted(tmp_path: Path) -> None:
@@ -454,73 +424,35 @@ def missed(agent: AgentServer) -> int:
 
 
 def test_a_decoder_waits_for_the_shares_of_every_rank(
-    tmp_path: Path, redis_server: RedisServer
+    start: Starts, redis_server: RedisServer
 ) -> None:
     """Those of the second rank come later: the first share alone does not make a chunk."""
-    model, url = kv(4), redis_server.unix_url
-    options = {"lookup_deadline_s": 60.0}
-    with (
-        AgentServer(tmp_path / "prefill", url, **options) as agent,
-        ShardedEngine(agent.endpoint, 2, 4) as engine,
-    ):
-        engine.fill(model, STORED)
-        engine.store("p", HASHES, STORED)
-        agent.wait_idle()
+    model = kv(4)
+    prefill, agent = (start.agent(name, lookup_deadline_s=60.0) for name in ("prefill", "decode"))
+    store(prefill, start.enter(ShardedEngine(prefill.endpoint, 2, 4)), model)
+    one = start.enter(ShardedEngine(agent.endpoint, 1, 4))
     with redis_server.client() as client:
         keys = sorted(stripe_keys(client))
         late = {key: client.get(key) for key in keys if key[22:26] >= b"\4\2\4\2"}
         assert len(late) == len(keys) // 2
         client.delete(*late)
-        with (
-            AgentServer(tmp_path / "decode", url, **options) as agent,
-            ShardedEngine(agent.endpoint, 1, 4) as one,
-        ):
-            one.scheduler.begin_lookup("r", one.chunks(HASHES), token_s=60.0, stored_tokens=256)
-            wait_until(lambda: missed(agent), "a load of a chunk that is not whole")
-            client.mset(late)
-            wait_until(lambda: one.scheduler.hit_tokens("r", wait_s=0.05) == 256, "a hit")
-            assert agent.counter("awaited_chunks") == 4
-            assert one.retrieve("r", HASHES, LOADED) == set()
-            assert one.holds(model, LOADED)
+        one.scheduler.begin_lookup("r", one.chunks(HASHES), token_s=60.0, stored_tokens=256)
+        wait_until(lambda: missed(agent), "a load of a chunk that is not whole")
+        client.mset(late)
+        wait_until(lambda: one.scheduler.hit_tokens("r", wait_s=0.05) == 256, "a hit")
+    assert agent.counter("awaited_chunks") == 4
+    assert one.retrieve("r", HASHES, LOADED) == set()
+    assert one.holds(model, LOADED)
 
 
-def test_a_new_agent_is_filled_with_shares(tmp_path: Path, redis_server: RedisServer) -> None:
-    model, url = kv(4), redis_server.unix_url
-    with (
-        AgentServer(tmp_path / "one", url) as agent,
-        ShardedEngine(agent.endpoint, 2, 4) as engine,
-    ):
-        engine.fill(model, STORED)
-        engine.store("r", HASHES, STORED)
-        agent.wait_idle()
-    with (
-        AgentServer(tmp_path / "two", url, warm_bytes="1GiB") as agent,
-        ShardedEngine(agent.endpoint, 1, 4) as engine,
-        ShardedEngine(agent.endpoint, 2, 4) as other,
-    ):
-        wait_until(lambda: agent.status()["warm"]["done"], "a filled host pool")
-        wait_until(lambda: agent.status()["warm"]["chunks"] == 4 + 8, "both sizes")
-        assert engine.lookup("r", HASHES) == other.lookup("r", HASHES) == 256
-        assert agent.counter("hit_chunks_host") == 8
-        assert engine.retrieve("r", HASHES, LOADED) == set()
-        assert engine.holds(model, LOADED)
-
-
-def test_a_chunk_whose_last_share_is_lost_is_stored_whole_again(
-    agent: AgentServer, redis_server: RedisServer
-) -> None:
-    model = kv(4)
-    with ShardedEngine(agent.endpoint, 1, 4) as engine:
-        engine.fill(model, STORED)
-        engine.store("r", HASHES, STORED)
-        agent.wait_idle()
-    with redis_server.client() as client:
-        for name in NAMES:
-            client.delete(removals.keys_of(redis_server, name)[-1])
-    agent.restart()
-    with ShardedEngine(agent.endpoint, 1, 4) as engine:
-        assert engine.lookup("r", HASHES) == 0
-        engine.fill(model, STORED)
-        engine.store("r", HASHES, STORED)
-        agent.wait_idle()
-        assert values(redis_server) == 4 * 4
+def test_a_new_agent_is_filled_with_shares(start: Starts) -> None:
+    model, one = kv(4), start.agent("one")
+    store(one, start.enter(ShardedEngine(one.endpoint, 2, 4)), model)
+    agent = start.agent("two", warm_bytes="1GiB")
+    engine = start.enter(ShardedEngine(agent.endpoint, 1, 4))
+    other = start.enter(ShardedEngine(agent.endpoint, 2, 4))
+    wait_until(lambda: agent.status()["warm"]["done"], "a filled host pool")
+    wait_until(lambda: agent.status()["warm"]["chunks"] == 4 + 8, "both sizes")
+    assert other.lookup("r", HASHES) == 256
+    check_hit(engine, model)
+    assert agent.counter("hit_chunks_host") == 8

@@ -12,6 +12,7 @@ from lmcache_redis.agent import peers
 from lmcache_redis.agent import sights as module
 from lmcache_redis.agent.sights import ChunkSights
 from tests.agent.here import AgentHere
+from tests.agent.starts import Starts
 from tests.agent.test_history import explained
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
@@ -107,46 +108,39 @@ def settled(agent: AgentServer) -> dict[str, int]:
     return agent.counters()
 
 
-@pytest.mark.servers
-def test_a_chunk_is_written_when_a_second_request_names_it(tmp_path: Path) -> None:
+def test_a_chunk_is_written_when_a_second_request_names_it(start: Starts) -> None:
     hashes = block_hashes("prompt", 16)
-    with (
-        RedisServer(tmp_path) as redis,
-        AgentServer(tmp_path / "agent", redis.unix_url, store_after=2) as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        assert ask(engine, "first", hashes) == 0
-        counters = settled(agent)
-        assert (counters["gathered_chunks"], counters["stored_chunks"]) == (4, 0)
-        assert counters["drop_admission"] == 4
-        request = explained(agent, "first")
-        assert request["parts"]["because"] == ["only in the host pool for now (--store-after)"]
-        # The host pool has them: nothing is computed again, and nothing gathered.
-        assert ask(engine, "second", hashes) == 4
-        wait_until(lambda: settled(agent)["stored_chunks"] == 4, "the writes")
-        counters = settled(agent)
-        assert (counters["gathered_chunks"], counters["drop_admission"]) == (4, 4)
-        ask(engine, "third", hashes)
-        assert settled(agent)["stored_chunks"] == 4
-        # Nothing was held back of what a second request is the first to store.
-        others = block_hashes("another prompt", 16)
-        engine.lookup("aborted", others)
-        engine.scheduler.end_session("aborted")
-        assert ask(engine, "computes", others) == 0
-        wait_until(lambda: settled(agent)["stored_chunks"] == 8, "the writes")
-        assert settled(agent)["drop_admission"] == 4
+    agent, engine = start(store_after=2)
+    assert ask(engine, "first", hashes) == 0
+    counters = settled(agent)
+    assert (counters["gathered_chunks"], counters["stored_chunks"]) == (4, 0)
+    assert counters["drop_admission"] == 4
+    request = explained(agent, "first")
+    assert request["parts"]["because"] == ["only in the host pool for now (--store-after)"]
+    # The host pool has them: nothing is computed again, and nothing gathered.
+    assert ask(engine, "second", hashes) == 4
+    wait_until(lambda: settled(agent)["stored_chunks"] == 4, "the writes")
+    counters = settled(agent)
+    assert (counters["gathered_chunks"], counters["drop_admission"]) == (4, 4)
+    ask(engine, "third", hashes)
+    assert settled(agent)["stored_chunks"] == 4
+    # Nothing was held back of what a second request is the first to store.
+    others = block_hashes("another prompt", 16)
+    engine.lookup("aborted", others)
+    engine.scheduler.end_session("aborted")
+    assert ask(engine, "computes", others) == 0
+    wait_until(lambda: settled(agent)["stored_chunks"] == 8, "the writes")
+    assert settled(agent)["drop_admission"] == 4
 
 
-@pytest.mark.servers
 def test_what_is_released_waits_for_the_first_token_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the engine computes on the agent's cores."""
     hashes = block_hashes("prompt", 16)
     monkeypatch.setattr(peers, "_FIRST_TOKEN_FIRST_S", 600.0)
     with (
-        RedisServer(tmp_path) as redis,
-        AgentHere(tmp_path / "agent", redis.unix_url, store_after=2) as here,
+        AgentHere(tmp_path / "agent", redis_server.unix_url, store_after=2) as here,
         Engine(here.endpoint) as engine,
     ):
         cache = here.agent.cache
@@ -159,67 +153,47 @@ def test_what_is_released_waits_for_the_first_token_too(
         assert min(due_s) > time.monotonic() + 300
 
 
-@pytest.mark.servers
-def test_the_beginning_that_an_engine_has_itself_is_written_too(tmp_path: Path) -> None:
+def test_the_beginning_that_an_engine_has_itself_is_written_too(start: Starts) -> None:
     """A system prompt is looked up once, and then only named: nothing behind it loads without."""
-    system, agent_more = block_hashes("system", 8), {"store_after": 2}
+    system = block_hashes("system", 8)
     prompts = [system + block_hashes(f"question {n}", 8) for n in range(2)]
-    with RedisServer(tmp_path) as redis:
-        with (
-            AgentServer(tmp_path / "agent", redis.unix_url, **agent_more) as agent,
-            Engine(agent.endpoint) as engine,
-        ):
-            assert ask(engine, "first", prompts[0]) == 0
-            assert ask(engine, "second", prompts[1], local_chunks=2) == 2
-            wait_until(lambda: settled(agent)["stored_chunks"] == 2, "the writes")
-            assert settled(agent)["drop_admission"] == 6
-        with (
-            AgentServer(tmp_path / "other", redis.unix_url, **agent_more) as agent,
-            Engine(agent.endpoint) as engine,
-        ):
-            # Only what two requests have named is in Redis.
-            assert ask(engine, "elsewhere", prompts[0]) == 2
+    agent, engine = start(store_after=2)
+    assert ask(engine, "first", prompts[0]) == 0
+    assert ask(engine, "second", prompts[1], local_chunks=2) == 2
+    wait_until(lambda: settled(agent)["stored_chunks"] == 2, "the writes")
+    assert settled(agent)["drop_admission"] == 6
+    # Only what two requests have named is in Redis.
+    _, other = start("other", store_after=2)
+    assert ask(other, "elsewhere", prompts[0]) == 2
 
 
-@pytest.mark.servers
-def test_what_the_pool_has_lost_is_written_at_the_next_store(tmp_path: Path) -> None:
+def test_what_the_pool_has_lost_is_written_at_the_next_store(start: Starts) -> None:
     hashes = block_hashes("prompt", 8)
-    with (
-        RedisServer(tmp_path) as redis,
-        AgentServer(
-            tmp_path / "agent", redis.unix_url, store_after=2, pool_bytes=6 * (64 << 10)
-        ) as agent,
-        Engine(agent.endpoint, layers=1) as engine,
-    ):
-        assert ask(engine, "first", hashes) == 0
-        for number in range(4):
-            ask(engine, f"other {number}", block_hashes(f"other {number}", 8))
-        assert settled(agent)["stored_chunks"] == 0
-        assert ask(engine, "again", hashes) == 0
-        miss = explained(agent, "again")["lookup"]["first_miss"]
-        assert miss["reason"] == "absent"
-        assert miss["because"] == [
-            "it was seen before, but too seldom to be written (--store-after)"
-        ]
-        wait_until(lambda: settled(agent)["stored_chunks"] == 2, "the writes")
-        assert ask(engine, "new", block_hashes("new", 8)) == 0
-        assert explained(agent, "new")["lookup"]["first_miss"]["because"] == []
+    agent = start.agent(store_after=2, pool_bytes=6 * (64 << 10))
+    engine = start.engine(agent, layers=1)
+    assert ask(engine, "first", hashes) == 0
+    for number in range(4):
+        ask(engine, f"other {number}", block_hashes(f"other {number}", 8))
+    assert settled(agent)["stored_chunks"] == 0
+    assert ask(engine, "again", hashes) == 0
+    miss = explained(agent, "again")["lookup"]["first_miss"]
+    assert miss["reason"] == "absent"
+    assert miss["because"] == ["it was seen before, but too seldom to be written (--store-after)"]
+    wait_until(lambda: settled(agent)["stored_chunks"] == 2, "the writes")
+    assert ask(engine, "new", block_hashes("new", 8)) == 0
+    assert explained(agent, "new")["lookup"]["first_miss"]["because"] == []
 
 
-@pytest.mark.servers
-def test_ranks_of_other_nodes_count_a_request_once(tmp_path: Path) -> None:
+def test_ranks_of_other_nodes_count_a_request_once(start: Starts) -> None:
     """Their agents see stores alone, one of each worker."""
     hashes = block_hashes("prompt", 8)
-    with (
-        RedisServer(tmp_path) as redis,
-        AgentServer(tmp_path / "here", redis.unix_url, store_after=2) as here,
-        AgentServer(tmp_path / "there", redis.unix_url, store_after=2) as there,
-        Engine([here.endpoint, there.endpoint, there.endpoint], world_size=3) as engine,
-    ):
-        for request_id, written in (("first", 0), ("second", 2)):
-            assert engine.lookup(request_id, hashes) == 0
-            engine.store(request_id, hashes, range(8))
-            engine.scheduler.end_session(request_id)
-            wait_until(lambda n=written: settled(here)["stored_chunks"] == n, "the writes")
-            wait_until(lambda n=written: settled(there)["stored_chunks"] == 2 * n, "the writes")
-        assert engine.lookup("third", hashes) == 2 * CHUNK_TOKENS
+    here, there = (start.agent(name, store_after=2) for name in ("here", "there"))
+    places = [here.endpoint, there.endpoint, there.endpoint]
+    engine = start.enter(Engine(places, world_size=3))
+    for request_id, written in (("first", 0), ("second", 2)):
+        assert engine.lookup(request_id, hashes) == 0
+        engine.store(request_id, hashes, range(8))
+        engine.scheduler.end_session(request_id)
+        wait_until(lambda n=written: settled(here)["stored_chunks"] == n, "the writes")
+        wait_until(lambda n=written: settled(there)["stored_chunks"] == 2 * n, "the writes")
+    assert engine.lookup("third", hashes) == 2 * CHUNK_TOKENS

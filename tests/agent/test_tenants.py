@@ -14,7 +14,8 @@ from lmcache_redis.chunks.frame import describe_header
 from lmcache_redis.chunks.names import account_keys, tenant_digest
 from lmcache_redis.cli.why import request_lines
 from lmcache_redis.client.control import ControlClient
-from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.agent.starts import Starts
+from tests.harness import block_hashes, wait_until
 from tests.scraping import get, port_in, samples_in
 from tests.servers import RedisServer, stripe_keys
 
@@ -33,29 +34,25 @@ def stored_by(server: RedisServer) -> dict[bytes, bytes | None]:
 
 @pytest.mark.parametrize("compress", ["off", "lossless"])
 def test_values_say_who_has_stored_them(
-    tmp_path: Path, redis_server: RedisServer, compress: str
+    start: Starts, redis_server: RedisServer, compress: str
 ) -> None:
     """By the digest that accounts have. Who loads a chunk of another changes nothing."""
     by_salt = tenants.of_salt(SALT)
     given = {"one": "team a", "two": by_salt, "three": ""}
-    with (
-        AgentServer(tmp_path / "agent", redis_server.unix_url, compress=compress) as agent,
-        Engine(agent.endpoint, width=256) as engine,
-    ):
-        for prompt, tenant in given.items():
-            engine.tenant = tenant
-            engine.randomize(range(8))
-            engine.store(prompt, block_hashes(prompt, 8), range(8))
-            agent.wait_idle()
-    with (
-        AgentServer(tmp_path / "other", redis_server.unix_url) as other,
-        Engine(other.endpoint, width=256) as engine,
-    ):
-        engine.tenant = "team b"
-        for prompt in given:
-            assert engine.lookup(prompt, block_hashes(prompt, 8)) == 2 * CHUNK_TOKENS
-            assert not engine.retrieve(prompt, block_hashes(prompt, 8), range(8, 16))
-        other.wait_idle()
+    agent = start.agent(compress=compress)
+    engine = start.engine(agent, width=256)
+    for prompt, tenant in given.items():
+        engine.tenant = tenant
+        engine.randomize(range(8))
+        engine.store(prompt, block_hashes(prompt, 8), range(8))
+        agent.wait_idle()
+    other = start.agent("other")
+    engine = start.engine(other, width=256)
+    engine.tenant = "team b"
+    for prompt in given:
+        assert engine.lookup(prompt, block_hashes(prompt, 8)) == 2 * CHUNK_TOKENS
+        assert not engine.retrieve(prompt, block_hashes(prompt, 8), range(8, 16))
+    other.wait_idle()
     found = stored_by(redis_server)
     for prompt, tenant in given.items():
         digest = tenant_digest(tenants.shown(tenant))[:8] if tenant else None
@@ -66,71 +63,59 @@ def test_values_say_who_has_stored_them(
     assert tenant_digest("team a").hex().encode() in account
 
 
-def test_figures_by_tenant(tmp_path: Path, redis_server: RedisServer) -> None:
+def test_figures_by_tenant(start: Starts) -> None:
     by_salt = tenants.of_salt(SALT)
     digest = tenants.shown(by_salt)
     prompt = block_hashes("shared", 8)
-    with (
-        AgentServer(tmp_path / "agent", redis_server.unix_url, metrics="127.0.0.1:0") as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        assert engine.lookup("r0", block_hashes("nobody's", 8)) == 0
-        assert "Tenants" not in get(port_in(agent.log), "/")[1], "nobody has named one"
-        engine.tenant = "team a"
-        assert engine.lookup("r1", prompt) == 0
-        engine.store("r1", prompt, range(8))
-        engine.tenant = by_salt
-        assert engine.lookup("r2", prompt, token_s=0.5) == 2 * CHUNK_TOKENS, "not in the keys"
-        assert not engine.retrieve("r2", prompt, range(8, 16))
-        wait_until(lambda: agent.counter("stored_chunks") == 2, what="the chunks in Redis")
-        counters, found = agent.counters(), agent.status()["tenants"]
-        nbytes = counters["gathered_bytes"]
-        stored_bytes = counters["stored_bytes"]
-        assert 0 < stored_bytes < nbytes, "packed, as by default"
-        mine = {each: found["team a"][each] for each in ("lookups", "lookup_tokens", "hit_tokens")}
-        assert mine == {"lookups": 1, "lookup_tokens": 2 * CHUNK_TOKENS, "hit_tokens": 0}
-        assert found["team a"]["gathered_bytes"] == nbytes
-        assert found["team a"]["stored_bytes"] == stored_bytes
-        assert found[digest]["hit_tokens"] == found[digest]["saved_tokens"] == 2 * CHUNK_TOKENS
-        assert found[digest]["saved_prefill_s"] > 0
-        assert (found[digest]["retrieved_bytes"], found[digest]["stored_bytes"]) == (nbytes, 0)
-        assert found[tenants.NONE]["lookups"] == 1
-        samples = samples_in(get(port_in(agent.log), "/metrics")[1])
-        assert samples["lmcache_redis_tenant_hit_tokens_total", (digest,)] == 2 * CHUNK_TOKENS
-        assert samples["lmcache_redis_tenant_saved_prefill_seconds_total", (digest,)] > 0
-        assert samples["lmcache_redis_tenant_stored_bytes_total", ("team a",)] == stored_bytes
-        page = get(port_in(agent.log), "/")[1]
-        assert "team a" in page
-        report = ControlClient(agent.endpoint, 10).why("r1", 1)
-        assert "  tenant    team a" in [*request_lines(report, time.time())]
-        shown = f"{json.dumps(agent.status())}{samples}{page}{agent.log}"
-        assert digest in shown
-        assert SALT not in shown
-        assert by_salt[1:] not in shown
+    agent, engine = start(metrics="127.0.0.1:0")
+    assert engine.lookup("r0", block_hashes("nobody's", 8)) == 0
+    assert "Tenants" not in get(port_in(agent.log), "/")[1], "nobody has named one"
+    engine.tenant = "team a"
+    assert engine.lookup("r1", prompt) == 0
+    engine.store("r1", prompt, range(8))
+    engine.tenant = by_salt
+    assert engine.lookup("r2", prompt, token_s=0.5) == 2 * CHUNK_TOKENS, "not in the keys"
+    assert not engine.retrieve("r2", prompt, range(8, 16))
+    wait_until(lambda: agent.counter("stored_chunks") == 2, what="the chunks in Redis")
+    counters, found = agent.counters(), agent.status()["tenants"]
+    nbytes = counters["gathered_bytes"]
+    stored_bytes = counters["stored_bytes"]
+    assert 0 < stored_bytes < nbytes, "packed, as by default"
+    mine = {each: found["team a"][each] for each in ("lookups", "lookup_tokens", "hit_tokens")}
+    assert mine == {"lookups": 1, "lookup_tokens": 2 * CHUNK_TOKENS, "hit_tokens": 0}
+    assert found["team a"]["gathered_bytes"] == nbytes
+    assert found["team a"]["stored_bytes"] == stored_bytes
+    assert found[digest]["hit_tokens"] == found[digest]["saved_tokens"] == 2 * CHUNK_TOKENS
+    assert found[digest]["saved_prefill_s"] > 0
+    assert (found[digest]["retrieved_bytes"], found[digest]["stored_bytes"]) == (nbytes, 0)
+    assert found[tenants.NONE]["lookups"] == 1
+    samples = samples_in(get(port_in(agent.log), "/metrics")[1])
+    assert samples["lmcache_redis_tenant_hit_tokens_total", (digest,)] == 2 * CHUNK_TOKENS
+    assert samples["lmcache_redis_tenant_saved_prefill_seconds_total", (digest,)] > 0
+    assert samples["lmcache_redis_tenant_stored_bytes_total", ("team a",)] == stored_bytes
+    page = get(port_in(agent.log), "/")[1]
+    assert "team a" in page
+    report = ControlClient(agent.endpoint, 10).why("r1", 1)
+    assert "  tenant    team a" in [*request_lines(report, time.time())]
+    shown = f"{json.dumps(agent.status())}{samples}{page}{agent.log}"
+    assert digest in shown
+    assert SALT not in shown
+    assert by_salt[1:] not in shown
 
 
-def test_an_agent_takes_no_other_names(tmp_path: Path, redis_server: RedisServer) -> None:
-    with (
-        AgentServer(tmp_path / "agent", redis_server.unix_url) as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        for name in ("none", "a\n", "#salt"):
-            engine.tenant = name
-            assert engine.lookup(f"of {name!r}", block_hashes("prompt", 8)) == 0
-        assert agent.counter("wire_errors") == 3
-        assert agent.status()["tenants"] == {}
+def test_an_agent_takes_no_other_names(start: Starts) -> None:
+    agent, engine = start()
+    for name in ("none", "a\n", "#salt"):
+        engine.tenant = name
+        assert engine.lookup(f"of {name!r}", block_hashes("prompt", 8)) == 0
+    assert agent.counter("wire_errors") == 3
+    assert agent.status()["tenants"] == {}
 
 
-def test_agents_that_seal_show_other_digests(tmp_path: Path, redis_server: RedisServer) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("ab" * 32)
-    keys.chmod(0o600)
-    with (
-        AgentServer(tmp_path / "agent", redis_server.unix_url, seal_key_file=str(keys)) as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        engine.tenant = tenants.of_salt(SALT)
-        engine.lookup("r", block_hashes("prompt", 8))
-        (name,) = agent.status()["tenants"]
-        assert len(name) == 8
-        assert name != tenants.shown(engine.tenant)
+def test_agents_that_seal_show_other_digests(start: Starts, key_file: Path) -> None:
+    agent, engine = start(seal_key_file=key_file)
+    engine.tenant = tenants.of_salt(SALT)
+    engine.lookup("r", block_hashes("prompt", 8))
+    (name,) = agent.status()["tenants"]
+    assert len(name) == 8
+    assert name != tenants.shown(engine.tenant)

@@ -2,79 +2,65 @@
 """Rolling upgrades: agents and engines of neighbouring versions of the protocol.
 
 Another version is a process whose every message has the preamble of that version. It does not
-understand this one, nor this one it: what counts is that requests are answered all the same, and
-that hits are back as soon as both sides are of one version.
+understand this one, nor this one it, and neither is told from an older or a newer one: what counts
+is that requests are answered all the same, and that hits are back as soon as both sides are of one
+version.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
 from lmcache_redis import messages as m
-from tests.harness import WAIT_S, AgentServer, Engine, StartedAgent, block_hashes, wait_until
+from tests.forks import Forked
+from tests.harness import WAIT_S, AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
-ROOT = Path(__file__).parent.parent.parent
 HASHES = block_hashes("prompt", 8)
-NEIGHBOURS = pytest.mark.parametrize("shift", [-1, 1], ids=["older", "newer"])
 # No request waits longer for its cache: of 1.5 s each, one silence and one lease.
 MOST_S = 10.0
 
-OF_VERSION = """
-import sys
-from lmcache_redis import messages
-messages.PROTOCOL_VERSION += {shift}
-messages.PREAMBLE = messages.MAGIC + messages.PROTOCOL_VERSION.to_bytes(2, "big")
-"""
-AGENT = OF_VERSION + "from lmcache_redis.cli.app import run\nrun()\n"
-ENGINE = (
-    OF_VERSION
-    + """
-import json, time
-from tests.harness import Engine, block_hashes
-hashes = block_hashes("prompt", 8)
-with Engine(sys.argv[1], wait=False) as engine:
-    link = engine.scheduler.link
-    assert link.wait_for(lambda: link.refusal is not None, 60)
-    began_s = time.monotonic()
-    tokens = [engine.lookup(f"r{{n}}", hashes) for n in range(3)]
-    engine.store("s", hashes, range(8))
-    failed = engine.retrieve("r0", hashes, range(8))
-    took_s = time.monotonic() - began_s
-    found = dict(tokens=tokens, failed=sorted(failed), took_s=took_s, refusal=link.refusal)
-    print(json.dumps(found))
-"""
-)
+
+def of_version(version: int) -> dict[str, object]:
+    """The constants of a process of that version."""
+    preamble = m.MAGIC + version.to_bytes(2, "big")
+    module = "lmcache_redis.messages"
+    return {f"{module}.PROTOCOL_VERSION": version, f"{module}.PREAMBLE": preamble}
 
 
-class OtherAgent(StartedAgent):
+class OtherAgent(AgentServer):
     """An agent of another version of the protocol, at the same endpoint."""
 
-    def __init__(self, shift: int, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._shift = shift
-
-    def _spawn(self, words: Sequence[str]) -> Any:
-        self.log_path.write_text("")
-        with self.log_path.open("ab") as log:
-            code = AGENT.format(shift=self._shift)
-            return subprocess.Popen([sys.executable, "-c", code, *words], stdout=log, stderr=log)
+    def __init__(self, version: int, directory: Path, url: str) -> None:
+        super().__init__(directory, url, of_version(version))
+        self.log_path = directory / "other.log"
+        self.log_path.touch()
 
     def _answers(self) -> bool:
         return " serves " in self.log  # a client of this version gets no answer
+
+
+def main(words: list[str]) -> int:
+    """An engine in a process of its own: prints what it gets of an agent that refuses it."""
+    with Engine(words[0], wait=False) as engine:
+        link = engine.scheduler.link
+        assert link.wait_for(lambda: link.refusal is not None, WAIT_S)
+        began_s = time.monotonic()
+        tokens = [engine.lookup(f"r{n}", HASHES) for n in range(3)]
+        engine.store("s", HASHES, range(8))
+        failed = engine.retrieve("r0", HASHES, range(8))
+        took_s = time.monotonic() - began_s
+        found = {"tokens": tokens, "failed": sorted(failed), "took_s": took_s}
+        print(json.dumps(found | {"refusal": link.refusal}))
+    return 0
 
 
 class Requests:
@@ -133,14 +119,10 @@ class Requests:
         wait_until(lambda: self.outcomes[outcome] > before + 5, f"a {outcome}", WAIT_S)
 
 
-@pytest.mark.servers
-@NEIGHBOURS
-def test_agents_are_upgraded_while_requests_run(
-    tmp_path: Path, redis_server: RedisServer, shift: int
-) -> None:
-    url = redis_server.unix_url
+def test_agents_are_upgraded_while_requests_run(tmp_path: Path, redis_server: RedisServer) -> None:
+    url, version = redis_server.unix_url, m.PROTOCOL_VERSION - 1
     agent = AgentServer(tmp_path / "agent", url)
-    other = OtherAgent(shift, tmp_path / "agent", url)
+    other = OtherAgent(version, tmp_path / "agent", url)
     with agent, Engine(agent.endpoint) as engine:
         engine.randomize(range(8))
         requests = Requests(engine)
@@ -152,7 +134,7 @@ def test_agents_are_upgraded_while_requests_run(
             with other:
                 assert link.wait_for(lambda: link.refusal is not None, WAIT_S)
                 requests.more("miss")
-                assert str(m.PROTOCOL_VERSION + shift) in (link.refusal or "")
+                assert str(version) in (link.refusal or "")
                 assert other.terminate() == 0
             agent.start()  # as the engine is when it is upgraded too
             requests.more("hit")
@@ -161,25 +143,23 @@ def test_agents_are_upgraded_while_requests_run(
         assert not requests.outcomes["lost load"]
 
 
-@NEIGHBOURS
-def test_engines_are_upgraded_beside_others(agent: AgentServer, shift: int) -> None:
+def test_engines_are_upgraded_beside_others(
+    agent: AgentServer, engine: Engine, tmp_path: Path
+) -> None:
     """The agent refuses one in its own version, and goes on serving the other."""
-    with Engine(agent.endpoint) as engine:
-        engine.randomize(range(8))
-        engine.store("r1", HASHES, range(8))
-        requests = Requests(engine)
-        with requests.running():
-            done = subprocess.run(
-                [sys.executable, "-c", ENGINE.format(shift=shift), agent.endpoint],
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                capture_output=True, text=True, timeout=2 * WAIT_S,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr
-            requests.more("hit")
-        assert set(requests.outcomes) == {"hit"}
-    found = json.loads(done.stdout)
+    engine.randomize(range(8))
+    engine.store("r1", HASHES, range(8))
+    requests, said = Requests(engine), tmp_path / "other"
+    with requests.running():
+        newer = of_version(m.PROTOCOL_VERSION + 1)
+        other = Forked([agent.endpoint], said, program=__name__, constants=newer)
+        assert other.wait(2 * WAIT_S) == 0, said.read_text()
+        requests.more("hit")
+    assert set(requests.outcomes) == {"hit"}
+    found = json.loads(said.read_text().splitlines()[-1])
     assert found["tokens"] == [0, 0, 0]
     assert found["failed"] == list(range(8)), "vLLM computes what was not loaded"
     assert found["took_s"] < MOST_S
     assert f"protocol version {m.PROTOCOL_VERSION}," in found["refusal"]
+    assert "install the same lmcache-redis" in found["refusal"]
     assert agent.counter("wire_errors") > 0

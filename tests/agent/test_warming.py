@@ -18,6 +18,7 @@ from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.resp.ranking import RankedKeys
 from lmcache_redis.tiers import CallOutcome
 from tests.acl import documented_url
+from tests.agent.starts import Starts
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 from tests.topologies import running_cluster
@@ -78,58 +79,53 @@ def test_a_new_agent_has_what_was_used_most(tmp_path: Path) -> None:
             assert "filled the host pool with 4 chunks" in agent.log
 
 
-def test_bytes_that_are_not_the_chunks_are_not_loaded(tmp_path: Path) -> None:
-    with RedisServer(tmp_path) as redis:
-        store_all(tmp_path, redis.unix_url)
-        keys = sorted(redis.command("KEYS", "lmcr2:*"))
-        (damaged,) = [key for key in keys if hash_tag(PROMPTS[0][3]) in key and key[-1] == 1]
-        redis.command("SETRANGE", damaged, 700, b"other bytes")
-        (lacking,) = [key for key in keys if hash_tag(PROMPTS[0][7]) in key and key[-1] == 1]
-        redis.command("UNLINK", lacking)
-        with (
-            AgentServer(tmp_path / "new", redis.unix_url, warm_bytes="1GiB") as agent,
-            Engine(agent.endpoint),
-        ):
-            assert warm(agent)["chunks"] == CHUNKS * len(PROMPTS) - 2
-            counters = agent.counters()
-            assert (counters["miss_corrupt"], counters["miss_incomplete"]) == (1, 1)
+def test_bytes_that_are_not_the_chunks_are_not_loaded(
+    start: Starts, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    store_all(tmp_path, redis_server.unix_url)
+    keys = sorted(redis_server.command("KEYS", "lmcr2:*"))
+    (damaged,) = [key for key in keys if hash_tag(PROMPTS[0][3]) in key and key[-1] == 1]
+    redis_server.command("SETRANGE", damaged, 700, b"other bytes")
+    (lacking,) = [key for key in keys if hash_tag(PROMPTS[0][7]) in key and key[-1] == 1]
+    redis_server.command("UNLINK", lacking)
+    agent, _ = start("new", warm_bytes="1GiB")
+    assert warm(agent)["chunks"] == CHUNKS * len(PROMPTS) - 2
+    counters = agent.counters()
+    assert (counters["miss_corrupt"], counters["miss_incomplete"]) == (1, 1)
 
 
-def test_of_another_layout_nothing_is_loaded(tmp_path: Path) -> None:
-    with RedisServer(tmp_path) as redis:
-        store_all(tmp_path, redis.unix_url)
-        with AgentServer(tmp_path / "new", redis.unix_url, warm_bytes="1GiB") as agent:
-            assert not agent.status()["warm"]["done"], "no engine has come"
-            with Engine(agent.endpoint, model_name="another/model"):
-                assert warm(agent)["chunks"] == 0
-            with Engine(agent.endpoint):
-                wait_until(lambda: warm(agent)["chunks"] == CHUNKS * len(PROMPTS), "the chunks")
+def test_of_another_layout_nothing_is_loaded(
+    start: Starts, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    store_all(tmp_path, redis_server.unix_url)
+    agent = start.agent("new", warm_bytes="1GiB")
+    assert not agent.status()["warm"]["done"], "no engine has come"
+    start.engine(agent, model_name="another/model")
+    assert warm(agent)["chunks"] == 0
+    start.engine(agent)
+    wait_until(lambda: warm(agent)["chunks"] == CHUNKS * len(PROMPTS), "the chunks")
 
 
-def test_each_node_of_a_cluster_is_asked(tmp_path: Path) -> None:
-    with running_cluster(tmp_path) as cluster:
-        store_all(tmp_path, cluster.url)
-        with (
-            AgentServer(tmp_path / "new", cluster.url, warm_bytes="1GiB") as agent,
-            Engine(agent.endpoint),
-        ):
-            assert warm(agent)["chunks"] == CHUNKS * len(PROMPTS)
+def test_each_node_of_a_cluster_is_asked(start: Starts, tmp_path: Path) -> None:
+    cluster = start.enter(running_cluster(tmp_path))
+    store_all(tmp_path, cluster.url)
+    agent, _ = start("new", url=cluster.url, warm_bytes="1GiB")
+    assert warm(agent)["chunks"] == CHUNKS * len(PROMPTS)
 
 
-def test_a_user_without_the_rights_goes_on(tmp_path: Path, own_server: RedisServer) -> None:
-    url = documented_url(own_server, "agent")
+def test_a_user_without_the_rights_goes_on(
+    start: Starts, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    url = documented_url(redis_server, "agent")
     store_all(tmp_path, url)
-    with (
-        AgentServer(tmp_path / "new", url, warm_bytes="1GiB") as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        assert warm(agent)["chunks"] == 0
-        assert agent.log.count("the host pool is not filled (--warm-bytes)") == 1
-        assert "(ACL SETUSER USER +object|freq;" in agent.log
-        redis = agent.status()["redis"]
-        assert {"object|freq", "object|idletime"} <= {*redis["commands"]}
-        assert (redis["up"], redis["last_error"]) == (True, None)
-        assert engine.lookup("lookup", PROMPTS[0]) == 16 * 16
+    agent, engine = start("new", url=url, warm_bytes="1GiB")
+    assert warm(agent)["chunks"] == 0
+    assert agent.log.count("the host pool is not filled (--warm-bytes)") == 1
+    assert "(ACL SETUSER USER +object|freq;" in agent.log
+    redis = agent.status()["redis"]
+    assert {"object|freq", "object|idletime"} <= {*redis["commands"]}
+    assert (redis["up"], redis["last_error"]) == (True, None)
+    assert engine.lookup("lookup", PROMPTS[0]) == 16 * 16
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 
 from lmcache_redis import messages as m
 from lmcache_redis.client.scheduler import ChunkWatch
+from tests.agent.starts import Starts
 from tests.agent.test_disk import agent_with_disk
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
@@ -71,78 +72,77 @@ def agent(tmp_path: Path, redis_server: RedisServer) -> Iterator[AgentServer]:
         yield server
 
 
-def test_what_is_written_loaded_and_missed(agent: AgentServer, redis_server: RedisServer) -> None:
-    with Engine(agent.endpoint, world_size=2) as engine:
-        watcher = watched(engine)
-        assert watcher.watch.groups == (0, 0)
-        engine.store("r1", HASHES, range(12))
-        for part in range(2):
-            watcher.wait(part, "host", NAMES)
-            watcher.wait(part, "redis", NAMES)
-        watcher.hear_nothing()
+def test_what_is_written_loaded_and_missed(
+    start: Starts, agent: AgentServer, redis_server: RedisServer
+) -> None:
+    engine = start.engine(agent, world_size=2)
+    watcher = watched(engine)
+    assert watcher.watch.groups == (0, 0)
+    engine.store("r1", HASHES, range(12))
+    for part in range(2):
+        watcher.wait(part, "host", NAMES)
+        watcher.wait(part, "redis", NAMES)
+    watcher.hear_nothing()
 
-        # A new agent knows nothing, and tells what it finds.
-        agent.restart()
-        engine.wait_ready()
-        lost = watcher.lost
-        wait_until(lambda: (watcher.poll(), watcher.lost)[1] > lost, what="the loss")
-        wait_until(lambda: (watcher.poll(), watcher.watch.groups)[1], what="a new watch")
-        assert engine.lookup("r2", HASHES) == 192
-        for part in range(2):
-            watcher.wait(part, "host", NAMES)
-            watcher.wait(part, "redis", NAMES)
+    # A new agent knows nothing, and tells what it finds.
+    agent.restart()
+    engine.wait_ready()
+    lost = watcher.lost
+    wait_until(lambda: (watcher.poll(), watcher.lost)[1] > lost, what="the loss")
+    wait_until(lambda: (watcher.poll(), watcher.watch.groups)[1], what="a new watch")
+    assert engine.lookup("r2", HASHES) == 192
+    for part in range(2):
+        watcher.wait(part, "host", NAMES)
+        watcher.wait(part, "redis", NAMES)
 
-        # What a lookup does not find has gone. Beyond the first such chunk nobody has looked.
-        redis_server.command("FLUSHALL")
-        engine.scheduler.end_session("r2")
-        engine.scheduler.clear()
-        wait_until(lambda: agent.status()["pool"]["used_slots"] == 0, what="an empty pool")
-        for part in range(2):
-            watcher.wait(part, "host", [])
-        assert engine.lookup("r3", HASHES) == 0
-        watcher.wait(0, "redis", NAMES[1:])
+    # What a lookup does not find has gone. Beyond the first such chunk nobody has looked.
+    redis_server.command("FLUSHALL")
+    engine.scheduler.end_session("r2")
+    engine.scheduler.clear()
+    wait_until(lambda: agent.status()["pool"]["used_slots"] == 0, what="an empty pool")
+    for part in range(2):
+        watcher.wait(part, "host", [])
+    assert engine.lookup("r3", HASHES) == 0
+    watcher.wait(0, "redis", NAMES[1:])
 
 
-def test_a_hit_of_what_the_pool_has_is_told_again(agent: AgentServer) -> None:
+def test_a_hit_of_what_the_pool_has_is_told_again(start: Starts, agent: AgentServer) -> None:
     """The chunks may be older than the watch, or another engine's."""
     with Engine(agent.endpoint) as first:
         first.store("r1", HASHES, range(12))
         agent.wait_idle()
-    with Engine(agent.endpoint) as engine:
-        watcher = watched(engine)
-        watcher.hear_nothing()
-        assert engine.lookup("r2", HASHES[:8]) == 128
-        watcher.wait(0, "host", NAMES[:2])
-        watcher.wait(0, "redis", NAMES[:2])
-        # And what is stored again.
-        engine.store("r3", HASHES, range(12))
-        watcher.wait(0, "host", NAMES)
-        watcher.wait(0, "redis", NAMES)
+    engine = start.engine(agent)
+    watcher = watched(engine)
+    watcher.hear_nothing()
+    assert engine.lookup("r2", HASHES[:8]) == 128
+    watcher.wait(0, "host", NAMES[:2])
+    watcher.wait(0, "redis", NAMES[:2])
+    # And what is stored again.
+    engine.store("r3", HASHES, range(12))
+    watcher.wait(0, "host", NAMES)
+    watcher.wait(0, "redis", NAMES)
 
 
-def test_what_the_host_pool_evicts(tmp_path: Path, redis_server: RedisServer) -> None:
+def test_what_the_host_pool_evicts(start: Starts) -> None:
     small = {"pool_bytes": 1 << 20, "slot_bytes": 64 << 10}
-    with (
-        AgentServer(tmp_path / "agent", redis_server.unix_url, **small) as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        watcher = watched(engine)
-        engine.store("r1", HASHES, range(12))
-        watcher.wait(0, "host", NAMES)
-        for number in range(8):
-            engine.store(f"r{number}", block_hashes(f"other {number}", 12), range(12))
-            agent.wait_idle()
-        evictions = agent.status()["pool"]["evictions"]
-        assert evictions > 3
-        assert agent.counter("evictions") == evictions
-        counts = {"host": 27 - evictions, "redis": agent.counter("stored_chunks")}
+    agent, engine = start(**small)
+    watcher = watched(engine)
+    engine.store("r1", HASHES, range(12))
+    watcher.wait(0, "host", NAMES)
+    for number in range(8):
+        engine.store(f"r{number}", block_hashes(f"other {number}", 12), range(12))
+        agent.wait_idle()
+    evictions = agent.status()["pool"]["evictions"]
+    assert evictions > 3
+    assert agent.counter("evictions") == evictions
+    counts = {"host": 27 - evictions, "redis": agent.counter("stored_chunks")}
 
-        def all_told() -> bool:
-            watcher.poll()
-            return {tier: len(watcher.there.get((0, tier), ())) for tier in counts} == counts
+    def all_told() -> bool:
+        watcher.poll()
+        return {tier: len(watcher.there.get((0, tier), ())) for tier in counts} == counts
 
-        wait_until(all_told, what="evictions")
-        assert watcher.there[0, "host"].isdisjoint(NAMES)
+    wait_until(all_told, what="evictions")
+    assert watcher.there[0, "host"].isdisjoint(NAMES)
 
 
 def test_what_the_disk_evicts(tmp_path: Path, redis_server: RedisServer) -> None:
@@ -173,18 +173,14 @@ def check_evictions_from_disk(agent: AgentServer, engine: Engine) -> None:
     assert {*NAMES, *last} <= watcher.there[0, "redis"]
 
 
-def test_an_engine_with_two_agents_is_not_told(
-    agent: AgentServer, tmp_path: Path, redis_server: RedisServer
-) -> None:
-    with (
-        AgentServer(tmp_path / "other", redis_server.unix_url) as other,
-        Engine([agent.endpoint, other.endpoint], world_size=2) as engine,
-    ):
-        watcher = Watcher(engine)
-        watcher.poll()
-        engine.store("r1", HASHES, range(12))
-        watcher.hear_nothing()
-        assert watcher.watch.groups == ()
+def test_an_engine_with_two_agents_is_not_told(start: Starts, agent: AgentServer) -> None:
+    other = start.agent("other")
+    engine = start.enter(Engine([agent.endpoint, other.endpoint], world_size=2))
+    watcher = Watcher(engine)
+    watcher.poll()
+    engine.store("r1", HASHES, range(12))
+    watcher.hear_nothing()
+    assert watcher.watch.groups == ()
 
 
 def test_nothing_is_noted_when_the_scheduler_has_gone(agent: AgentServer) -> None:
