@@ -31,6 +31,7 @@ from lmcache_redis.errors import (
     RedisError,
     RedisFull,
     RedisProtocolError,
+    RedisReadOnly,
     RedisRedirect,
     RedisReplyError,
 )
@@ -167,7 +168,7 @@ def keep_each(
         some = [keys[number] for number in numbers]
         replies = yield from _replies(packed, some, is_asking)
         count = sum(map(is_claim, some))
-        found = [_claimed(reply) for reply in replies[:count]]
+        found = [_claimed(reply, refused) for reply in replies[:count]]
         try:
             found += [result_of(reply, parse_count) for reply in replies[count:]]
         except RedisReplyError as error:
@@ -178,9 +179,11 @@ def keep_each(
     return results
 
 
-def _claimed(reply: Reply) -> int | RedisRedirect:
+def _claimed(reply: Reply, refused: Callable[[RedisReplyError], None]) -> int | RedisRedirect:
     if isinstance(reply, ErrorReply):
         error = error_of(reply)
+        if isinstance(error, RedisReadOnly):
+            refused(error)  # a replica: writes may reach another server
         return error if isinstance(error, RedisRedirect) else 1
     if reply not in (None, b"OK"):
         raise RedisProtocolError("malformed reply to SET: expected OK or nothing")

@@ -268,9 +268,18 @@ class DataServer:
             self.map_is_old()
         elif isinstance(error, (RedisClusterDown, RedisReadOnly)):
             self.map_is_old(Doubt.BROKEN)
+        if self._look_up is None and isinstance(error, RedisReadOnly):
+            self._renew()
         # In a cluster, redirections are no fault.
         if self._look_up is None or not isinstance(error, RedisRedirect):
             self.health.note(error, operation)
+
+    def _renew(self) -> None:
+        """It is a replica. Its name, or what is between, may lead to another server by now."""
+        now = time.monotonic()
+        if now - self._renewed_at >= _RENEW_EVERY_S:
+            self._renewed_at = now
+            self.connector.drop()
 
     @property
     def refusal(self) -> WriteOutcome | None:
@@ -287,11 +296,6 @@ class DataServer:
             return WriteOutcome.UNAVAILABLE if is_moved else WriteOutcome.REJECTED
         now = time.monotonic()
         self._refusal, self._refused_until = refusal, now + jittered(WRITE_PAUSE_S)
-        is_replica = self._look_up is None and isinstance(error, RedisReadOnly)
-        if is_replica and now - self._renewed_at >= _RENEW_EVERY_S:
-            # Its name, or what is between, may lead to another server by now.
-            self._renewed_at = now
-            self.connector.drop()
         return refusal
 
     def refused(self, error: RedisError, operation: Operation) -> None:

@@ -239,10 +239,12 @@ def exists(plane: RedisPlane, keys: list[bytes], within_s: float = PATIENCE_S) -
     return answers.wait(1)[0]
 
 
-def refresh(plane: RedisPlane, *chunks: Chunk, within_s: float = PATIENCE_S) -> Any:
+def refresh(
+    plane: RedisPlane, *chunks: Chunk, within_s: float = PATIENCE_S, claim_s: float = 0.0
+) -> Any:
     answers = Answers()
     asked = [(chunk.key, chunk.stripe_count) for chunk in chunks]
-    plane.refresh(asked, time.monotonic() + within_s, answers.callback("refresh"))
+    plane.refresh(asked, time.monotonic() + within_s, answers.callback("refresh"), claim_s)
     return answers.wait(1)[0]
 
 

@@ -16,6 +16,7 @@ import pytest
 from lmcache_redis.resp import RedisOptions, RedisPlane, finder
 from lmcache_redis.resp.jobs import Jobs
 from lmcache_redis.resp.maps import SLOTS, ServerMap
+from lmcache_redis.resp.net.connection import Connector
 from lmcache_redis.resp.node import DataNodes
 from lmcache_redis.resp.options import Topology, parse_deployment
 from lmcache_redis.resp.routes import slot_of
@@ -24,6 +25,7 @@ from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     SLOW_S,
     Chunk,
+    check_moves,
     check_stores,
     chunk_key,
     exists,
@@ -354,3 +356,30 @@ def test_a_primary_that_moves_behind_its_name(
         assert scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 1)
         wait_until(lambda: not our_connections(own_server))
         assert plane.state.up
+
+
+def test_a_replica_that_is_asked_alone_is_left(
+    own_server: RedisServer, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name has moved between two connections: what writes is at the primary by then."""
+    server.config_set("repl-diskless-sync-delay", "0")
+    own_server.command("REPLICAOF", "127.0.0.1", str(server.port))
+    # Until then it closes connections.
+    wait_until(lambda: own_server.command("INFO")["master_link_status"] == "up")
+    has_moved = threading.Event()
+
+    def addresses(self: Connector, deadline: float) -> list[Any]:
+        writes = threading.current_thread().name.startswith("lmcr-set")
+        found = server if writes or has_moved.is_set() else own_server
+        return [(socket.AF_INET, ("127.0.0.1", found.port))]
+
+    monkeypatch.setattr(Connector, "_addresses", addresses)
+    chunk = Chunk(1, 40_000, 4096, seed=1)
+    with running("redis://primary.test:6379", heartbeat_s=0.1) as plane:
+        check_stores(plane, chunk)
+        has_moved.set()
+        assert our_connections(own_server)
+        refresh(plane, chunk, claim_s=1.0)
+        wait_until(lambda: not our_connections(own_server))
+        wait_until(lambda: plane.state.up)
+        check_moves(plane, chunk)
