@@ -158,6 +158,8 @@ class Tree:
         """The exit status of pytest; None if it took too long."""
         always = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "tests.mutants.plugin"]
         always += ["-m", "unit or servers", "--basetemp", str(self._base)]
+        # Whatever configuration lies in a folder above.
+        always += ["--rootdir", str(self.root), "-c", str(self.root / "pyproject.toml")]
         # The libraries' plugins have been imported already.
         always += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
         told = {"words": [*always, *words], "timeout_s": timeout_s, "caches": caches}
