@@ -22,13 +22,7 @@ from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.chunks.keys import hash_tag
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import key_stem
-from lmcache_redis.tiers import (
-    CallOutcome,
-    ChunkIO,
-    ReadOutcome,
-    Tier,
-    WriteOutcome,
-)
+from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, Tier, WriteOutcome
 from tests.harness import wait_until
 
 CHUNK_BYTES = 10_000
