@@ -96,10 +96,7 @@ def test_values_lie_in_huge_pages() -> None:
 
 def test_it_evicts_at_its_limit_instead_of_refusing() -> None:
     value = bytes(1 << 20)
-    with (
-        embedded_redis(LIMIT_BYTES) as url,
-        redis.Redis.from_url(url) as client,
-    ):
+    with embedded_redis(LIMIT_BYTES) as url, redis.Redis.from_url(url) as client:
         for number in range(2 * LIMIT_BYTES // len(value)):
             client.set(f"key:{number}", value)
         info = client.info()

@@ -19,14 +19,7 @@ from lmcache_redis.chunks.names import parse_stripe_key
 from tests import cuda_driver
 from tests.agent.on_gpus import Node, in_agents
 from tests.agent.starts import Starts
-from tests.agent.test_shares import (
-    HASHES,
-    LOADED,
-    STORED,
-    GpuShardedEngine,
-    ShardedEngine,
-    kv,
-)
+from tests.agent.test_shares import HASHES, LOADED, STORED, GpuShardedEngine, ShardedEngine, kv
 from tests.harness import AgentServer, wait_until
 from tests.resp.proxy import Proxy, Stall
 from tests.servers import RedisServer, stripe_keys

@@ -60,10 +60,7 @@ def test_the_host_pool_is_faulted_in_at_full_priority() -> None:
     assert found == [os.getpriority(os.PRIO_PROCESS, 0)]
 
 
-def test_a_worker_is_ready_for_each_agent_anew(
-    agent: AgentServer,
-    engine: Engine,
-) -> None:
+def test_a_worker_is_ready_for_each_agent_anew(agent: AgentServer, engine: Engine) -> None:
     worker = engine.workers[0]
     register, seen = worker.link._on_welcome, []
 
@@ -95,9 +92,7 @@ def test_a_lookup_waits_for_registrations_in_progress(
     assert here.answers == [m.LookupResult(0, 1, "h")]
 
 
-def test_a_lookup_waits_for_workers_that_come_later(
-    joining: Callable[..., Joining],
-) -> None:
+def test_a_lookup_waits_for_workers_that_come_later(joining: Callable[..., Joining]) -> None:
     here = joining()
     here.map_memory.set()
     scheduler = here.join(None, ago_s=-30)  # its HELLO counts as recent for another half minute

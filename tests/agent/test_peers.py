@@ -306,9 +306,7 @@ def test_canaries_in_a_row_bring_trust_back() -> None:
     assert trust.allows([LAYOUT], BLOCK)
 
 
-def test_a_difference_under_a_clients_name_is_said_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_difference_under_a_clients_name_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_MOST_SAID", 2)
     trust = LayoutTrust()
     layouts = [LAYOUT, LAYOUT, OTHER, LAYOUT, b"t" * 32, b"t" * 32]

@@ -67,10 +67,7 @@ def test_limits_and_the_level_of_the_log_change(
     engine.scheduler.link.submit(m.RegisterKVCache, groups=(), storages=()).wait(60)
     assert " DEBUG " in agent.log
     reload(
-        agent,
-        settings,
-        "log-level = info\n",
-        "--write-queue-bytes: half of the host pool, was 0",
+        agent, settings, "log-level = info\n", "--write-queue-bytes: half of the host pool, was 0"
     )
     engine.store("r3", block_hashes("another prompt", 8), range(8))
     wait_until(lambda: agent.counter("stored_chunks") == 2, what="a queue with room")
@@ -79,10 +76,7 @@ def test_limits_and_the_level_of_the_log_change(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (
-            "shutdown-deadline-s = 5\nlog-level = loud\n",
-            "choose one of debug, info, warning",
-        ),
+        ("shutdown-deadline-s = 5\nlog-level = loud\n", "choose one of debug, info, warning"),
         ("shutdown-deadline-s = 5\nno-such-thing = 1\n", "line 2 of .* no setting 'no-such-thing'"),
         ("shutdown-deadline-s = never\n", "line 1 of .*: 'never' is not a number"),
     ],

@@ -126,8 +126,7 @@ class Loading(Played):
         self.tier = PlayedTier("Redis", {FORM.key(name) for name in found})
         backing = Backing(self.tier, REDIS, 1 << 20)
         super().__init__(
-            device,
-            cache=lambda loop: Cache(loop, Arena(slots * 4096, 64), [backing], Metrics()),
+            device, cache=lambda loop: Cache(loop, Arena(slots * 4096, 64), [backing], Metrics())
         )
 
     def answer_read(self, outcome: ReadOutcome) -> None:

@@ -88,10 +88,7 @@ def ask(engine: Engine, request_id: str, hashes: list[bytes], local_chunks: int 
     names = engine.chunks(hashes)
     engine.scheduler.ranks.reported({0: engine.workers[0].place})
     engine.scheduler.begin_lookup(
-        request_id,
-        names[local_chunks:],
-        first_chunk=local_chunks,
-        before=names[:local_chunks],
+        request_id, names[local_chunks:], first_chunk=local_chunks, before=names[:local_chunks]
     )
     wait_until(lambda: engine.scheduler.hit_tokens(request_id) is not None, "an answer")
     found = max(local_chunks * CHUNK_TOKENS, engine.scheduler.hit_tokens(request_id) or 0)

@@ -125,9 +125,7 @@ def test_slots_that_a_bug_leaves_unfilled_come_back(
     assert played.pool.free == played.pool.capacity
 
 
-def test_a_store_that_breaks_as_it_begins_is_answered_last(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_store_that_breaks_as_it_begins_is_answered_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier answer would free blocks that are still being read."""
     go_on = threading.Event()
     device = Device(chunks_a_call=2)

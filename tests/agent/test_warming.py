@@ -176,9 +176,7 @@ def test_without_frequencies_the_last_uses_count(
 
 
 def test_keys_of_others_are_not_gone_through_without_end(
-    own_server: RedisServer,
-    plane_of: Callable[[str], RedisPlane],
-    monkeypatch: pytest.MonkeyPatch,
+    own_server: RedisServer, plane_of: Callable[[str], RedisPlane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with own_server.client() as client:
         client.mset({f"of others {number}": "x" for number in range(10_000)})

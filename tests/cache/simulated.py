@@ -18,14 +18,7 @@ from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.integrations.vllm.prefill import PrefillRate
 from lmcache_redis.tier_kinds import REDIS
-from lmcache_redis.tiers import (
-    CallOutcome,
-    ChunkIO,
-    Done,
-    ReadDone,
-    ReadOutcome,
-    ScanResult,
-)
+from lmcache_redis.tiers import CallOutcome, ChunkIO, Done, ReadDone, ReadOutcome, ScanResult
 from tests.cache.played import FORM, PlayedTier, World
 from tests.harness import block_hashes
 from tests.simulated import world as simulation

@@ -10,12 +10,7 @@ import pytest
 
 from lmcache_redis.cache import clearing
 from lmcache_redis.tier_kinds import REDIS
-from lmcache_redis.tiers import (
-    CallOutcome,
-    ExistsResult,
-    RemoveResult,
-    WriteOutcome,
-)
+from lmcache_redis.tiers import CallOutcome, ExistsResult, RemoveResult, WriteOutcome
 from tests.cache.played import FORM, HASHES, PlayedTier, World
 
 PREFIX = FORM.names.common

@@ -13,12 +13,7 @@ from lmcache_redis.cache import doubted
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.tier_kinds import REDIS
-from lmcache_redis.tiers import (
-    CallOutcome,
-    ExistsResult,
-    RemoveResult,
-    WriteOutcome,
-)
+from lmcache_redis.tiers import CallOutcome, ExistsResult, RemoveResult, WriteOutcome
 from tests.cache.played import FORM, HASHES, PlayedTier, World
 
 KEY = FORM.key(HASHES[0])

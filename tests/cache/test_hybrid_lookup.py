@@ -340,6 +340,23 @@ def test_the_deadline_during_a_question_leaves_what_is_in_memory(question: int) 
     assert set(missed) <= {"miss_redis_silent", "miss_absent"}
 
 
+@pytest.mark.parametrize(
+    ("outcome", "miss"),
+    [
+        (CallOutcome.UNAVAILABLE, "miss_redis_error"),
+        (CallOutcome.TIMED_OUT, "miss_redis_silent"),
+    ],
+)
+def test_questions_that_fail_leave_what_is_in_memory(outcome: CallOutcome, miss: str) -> None:
+    model = Model([ALL, STATE])
+    model.hold_all(0, 6)
+    model.hold(HASHES[3], model.forms[1])
+    model.redis.fails = outcome
+    assert model.look_up() == 4
+    assert [kind for kind, _ in model.redis.questions] == ["scan", "scan", "exists"]
+    assert model.counted() == {miss: 12, "lookups_failed": 1}
+
+
 @pytest.mark.parametrize("row", [0, 1])
 def test_what_is_not_known_ends_the_prefix_but_is_not_absent(row: int) -> None:
     model = Model([ALL, STATE])

@@ -13,12 +13,7 @@ from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.tier_kinds import DISK, REDIS
-from lmcache_redis.tiers import (
-    CallOutcome,
-    ExistsResult,
-    ReadOutcome,
-    WriteOutcome,
-)
+from lmcache_redis.tiers import CallOutcome, ExistsResult, ReadOutcome, WriteOutcome
 from tests.cache.played import FORM, HASHES, PlayedTier, World
 
 CHUNKS = [(FORM.key(name), FORM.stripe_count) for name in HASHES]

@@ -189,9 +189,7 @@ def test_a_listener_hears_what_the_tiers_were_found_to_have(tiers: Tiers) -> Non
     tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
 
 
-def test_the_next_tier_reads_into_the_same_slots(
-    tiers: Tiers,
-) -> None:
+def test_the_next_tier_reads_into_the_same_slots(tiers: Tiers) -> None:
     tiers.disk.index = set(KEYS)
     tiers.look_up()
     slots = [job.slots for job in tiers.disk.read]

@@ -10,12 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.cache.pacing import (
-    Computing,
-    TransferRate,
-    WorthLoading,
-    prefix_worth_loading,
-)
+from lmcache_redis.cache.pacing import Computing, TransferRate, WorthLoading, prefix_worth_loading
 from tests.cache.played import World
 
 MB = 1 << 20
@@ -42,11 +37,7 @@ def test_the_first_token_decides(
     assert prefix_worth_loading(loads, 4, chunk_s, free_in_s) == worth
 
 
-@given(
-    st.lists(st.floats(0.0, 10.0), max_size=8),
-    st.floats(0.001, 5.0),
-    st.floats(0.0, 20.0),
-)
+@given(st.lists(st.floats(0.0, 10.0), max_size=8), st.floats(0.001, 5.0), st.floats(0.0, 20.0))
 def test_it_is_never_expected_later_than_by_computing(
     steps: list[float], chunk_s: float, free_in_s: float
 ) -> None:

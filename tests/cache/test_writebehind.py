@@ -225,9 +225,7 @@ def test_nobody_asks_a_tier_that_is_down_or_at_the_end_again(queue: Queue, is_up
     assert queue.counted() == {"drop_redis_error": len(HASHES)}
 
 
-def test_chunks_asked_about_when_the_owner_stops_are_counted(
-    queue: Queue,
-) -> None:
+def test_chunks_asked_about_when_the_owner_stops_are_counted(queue: Queue) -> None:
     queue.enqueue()
     queue.answer(ExistsResult(CallOutcome.CANCELLED))
     assert queue.written() == []
@@ -524,9 +522,7 @@ def test_what_expires_in_the_queue_is_dropped_without_a_turn(
     assert len(queue.writes) == 0
 
 
-def test_a_waiting_write_is_skipped_if_discarded(
-    queue: Queue,
-) -> None:
+def test_a_waiting_write_is_skipped_if_discarded(queue: Queue) -> None:
     """`write` does not ask, so two of one key may be queued."""
     ends: list[WriteOutcome] = []
     for _ in range(3):

@@ -138,11 +138,7 @@ class TestRemoteMetadata:
         ],
     )
     def test_what_cannot_be_encoded_is_refused(
-        self,
-        length: int,
-        shapes: list[tuple[int, ...]],
-        dtypes: list[str],
-        message: str,
+        self, length: int, shapes: list[tuple[int, ...]], dtypes: list[str], message: str
     ) -> None:
         with pytest.raises(FormatError, match=message):
             RemoteMetadata(length, shapes, dtypes, MemoryFormat.PAGES)

@@ -310,12 +310,7 @@ def test_no_thread_of_a_plane_ends_by_an_exception(
         wait_until(lambda: write(plane, chunk) == [WriteOutcome.STORED])
         wait_until(lambda: read(plane, chunk) == [ReadOutcome.MISSING])
         assert open_streams(plane) == 3
-        assert failed == {
-            "lmcr-topology",
-            "lmcr-control",
-            "lmcr-get-0",
-            "lmcr-set-0",
-        }
+        assert failed == {"lmcr-topology", "lmcr-control", "lmcr-get-0", "lmcr-set-0"}
         assert scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 0)
         assert caplog.text.count("internal error in a Redis plane thread") == 4
 

@@ -212,10 +212,7 @@ def test_options_override_credentials_of_the_data_servers() -> None:
         ("redis://u:s3cr3t@h:7000/2", "redis://h:7000/2"),
         ("unix:///run/a%20b.sock?db=1", "unix:///run/a%20b.sock?db=1"),
         ("redis+sentinel://:s3cr3t@a:1,[::1]:2/m/3", "redis+sentinel://a:1,[::1]:2/m/3"),
-        (
-            "redis+sentinel://a:1/m?sentinel_password=s3cr3t",
-            "redis+sentinel://a:1/m",
-        ),
+        ("redis+sentinel://a:1/m?sentinel_password=s3cr3t", "redis+sentinel://a:1/m"),
         ("redis+cluster://:s3cr3t@a,b:7", "redis+cluster://a,b:7"),
         ("unix://me:s3cr3t@/run/a%20b.sock?db=3", "unix:///run/a%20b.sock?db=3"),
         ("rediss+sentinel://:s3cr3t@a,b:7/my%20m/3", "rediss+sentinel://a,b:7/my%20m/3"),

@@ -11,13 +11,7 @@ import pytest
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.resp.helpers import Chunk, check_loads, check_stores, read, running, wait_until, write
 from tests.servers import RedisServer, free_port
-from tests.topologies import (
-    Cluster,
-    CuttableCluster,
-    Watched,
-    another_sentinel,
-    free_node_port,
-)
+from tests.topologies import Cluster, CuttableCluster, Watched, another_sentinel, free_node_port
 
 pytestmark = pytest.mark.servers
 

@@ -355,9 +355,7 @@ def test_everything_is_found_after_a_restart(open_tier: Callable[..., Disk]) -> 
         assert tier.get(key) == payload
 
 
-def test_the_order_is_found_after_a_restart(
-    open_tier: Callable[..., Disk],
-) -> None:
+def test_the_order_is_found_after_a_restart(open_tier: Callable[..., Disk]) -> None:
     tier = open_tier(10 * FILE_BYTES)
     fill(tier, [3, 1, 4, 5, 9, 2, 6, 8, 7, 0])
     for number in (4, 3, 2):

@@ -22,13 +22,7 @@ from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.chunks.keys import hash_tag
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import key_stem
-from lmcache_redis.tiers import (
-    CallOutcome,
-    ChunkIO,
-    ReadOutcome,
-    Tier,
-    WriteOutcome,
-)
+from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, Tier, WriteOutcome
 from tests.harness import wait_until
 
 CHUNK_BYTES = 10_000
@@ -181,6 +175,17 @@ def test_a_cancel_ends_a_job_at_once_and_hides_its_write(directory: Path, gate: 
     tier.cancel(jobs[2].io)
     assert tier.close(10)
     assert [len(job.said) for job in jobs] == [1, 1, 1]
+
+
+def test_a_job_whose_deadline_passes_in_the_queue_is_not_begun(directory: Path, gate: Gate) -> None:
+    tier = DiskTier(directory, 1 << 20)
+    first, late = Job(1), Job(2)
+    late.io.deadline = time.monotonic() + 0.05
+    write(tier, first, late)
+    time.sleep(0.06)
+    gate.opened.set()
+    assert ended(first, late) == [[WriteOutcome.STORED], [WriteOutcome.TIMED_OUT]]
+    assert tier.close(10)
 
 
 def test_close_lets_writes_finish(directory: Path) -> None:
