@@ -44,6 +44,48 @@ def test_hashes_of_one_length(here: Joining) -> None:
         here.handlers.answer(here.join(None), m.Lookup(1, "r", (b"a", b"ab")), here.answers.append)
 
 
+def test_no_engine_sends_such_a_name_of_a_tenant(here: Joining) -> None:
+    with pytest.raises(WireError, match="no engine sends this name"):
+        here.look_up(here.join(None), tenant="a name\n")
+
+
+def test_each_question_of_a_session_is_answered(here: Joining) -> None:
+    here.hold_a_chunk()
+    scheduler = here.engine()
+    here.look_up(scheduler)
+    here.run(lambda: here.answers)
+    for question in (
+        m.HoldStores(1, held=False), m.ReleaseLocks(1, "r", HASHES[3:4]),
+        m.ReleaseLocks(1, "unknown", HASHES[3:4]), m.EndSession(1, "r"), m.EndSession(1, "unknown"),
+    ):  # fmt: skip
+        here.handlers.answer(scheduler, question, here.answers.append)
+    assert here.answers[1:] == [m.Done(0), m.Done(0, 2), m.Done(0), m.Done(0), m.Done(0)]
+    assert here.agent.cache.metrics.snapshot()["sessions_ended"] == 1
+
+
+def test_what_comes_while_it_stops_is_a_miss_or_dropped(here: Joining) -> None:
+    scheduler = here.engine()
+    here.handlers.is_stopping = True
+    here.look_up(scheduler)
+    store = m.Store(1, "r", HASHES[:2], tuple(range(8)), 1 << 62)
+    (worker, *_) = (each for each in here.peers if each.registration)
+    here.handlers.answer(worker, store, here.answers.append)
+    assert here.answers == [m.LookupResult(0, 0), m.StoreResult(0, 0, 0, 2)]
+    assert here.agent.cache.metrics.snapshot()["drop_shutdown"] == 2
+
+
+def test_nothing_of_a_distrusted_layout_is_loaded(here: Joining) -> None:
+    here.engine()
+    (worker, *_) = (each for each in here.peers if each.registration)
+    here.agent.trust.differed(worker.registration.forms[0].fingerprint, HASHES[0])
+    load = m.Retrieve(1, "r", HASHES[:2], tuple(range(8)), 0, 1 << 62)
+    here.handlers.answer(worker, load, here.answers.append)
+    assert here.answers == [m.RetrieveResult(0, (0, 1))]
+    parts = here.agent.sessions.history.request((worker.engine_id, "r")).parts
+    assert parts.failed == 2
+    assert "a canary has found other KV in this layout" in parts.because
+
+
 def test_a_lost_scheduler_loses_its_sessions_alone(here: Joining) -> None:
     scheduler, worker = here.join(None), here.join(0)
     other = here.join(1, unnamed=True)
