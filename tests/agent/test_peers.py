@@ -42,11 +42,12 @@ class Played:
         layout: bytes | None = None,
         unnamed: bool = True,
         model: str = "model",
+        world: int = 2,
         ago_s: float = 60.0,
         client: str = "",
     ) -> Peer:
-        """A peer of a world of two, registered if it has a layout."""
-        hello = m.Hello(1, engine_id, model, 2, worker_id, "0", unnamed, client)
+        """A peer, registered if it has a layout."""
+        hello = m.Hello(1, engine_id, model, world, worker_id, "0", unnamed, client)
         identity = f"{engine_id} {worker_id} {client}".encode()
         peer = Peer(identity, hello, NOW_S - ago_s)
         if layout is not None and worker_id is not None:
@@ -189,6 +190,7 @@ def test_a_rank_of_the_same_id_comes_first() -> None:
     played = Played()
     scheduler = played.join("a", None)
     played.join("b", 0, layout=b"other")
+    assert played.ranks(scheduler) is None, "every rank is needed"
     played.join("c", 1, layout=b"1")
     assert played.ranks(scheduler) == ["b", "c"]
     played.join("a", 0, layout=b"0")
@@ -202,8 +204,9 @@ def test_a_rank_of_the_same_id_comes_first() -> None:
         ({"layout": b"other"}, None),
         ({"layout": b"other", "unnamed": False}, ["b", "c"]),
         ({"layout": b"other", "model": "another"}, ["b", "c"]),
+        ({"layout": b"other", "world": 3}, ["b", "c"]),
     ],
-    ids=["equal", "other layout", "named", "another model"],
+    ids=["equal", "other layout", "named", "another model", "another world"],
 )
 def test_another_worker_of_a_rank(others: dict[str, Any], expected: list[str] | None) -> None:
     played = Played()

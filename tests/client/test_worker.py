@@ -212,9 +212,7 @@ def test_an_answer_of_another_kind_registers_nothing(node: Node) -> None:
     assert not store.over
 
 
-def test_another_mapping_frees_the_blocks_of_a_lost_agent(
-    node: Node,
-) -> None:
+def test_another_mapping_frees_the_blocks_of_a_lost_agent(node: Node) -> None:
     """Two agents live, as far as the worker knows: the first may resume inside a copy."""
     node.start("first")
     op = TransferOp([1, 2], [A])

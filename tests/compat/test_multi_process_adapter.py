@@ -429,6 +429,13 @@ class TestPartialChunks:
         assert pair.worker.get_block_ids_with_load_errors() == {24, 25}
         assert "request b: 2 blocks were not loaded" in caplog.text
 
+    def test_tokens_that_begin_within_a_chunk(self, pair: Pair) -> None:
+        store(pair.worker, "a", LoadStoreOp(range(8), TOKENS, None, 0, 2 * CHUNK))
+        before = copied(pair.caches)
+        load(pair.worker, "b", LoadStoreOp(range(20, 26), TOKENS, None, 32, 2 * CHUNK))
+        assert_moved(pair.caches, before, {4 + n: 22 + n for n in range(4)})
+        assert pair.worker.get_block_ids_with_load_errors() == {20, 21}
+
     def test_less_than_a_chunk(self, pair: Pair, agent: AgentServer, caplog: Any) -> None:
         for op in (
             op_of(range(3), HASHES[:3]),

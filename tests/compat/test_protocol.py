@@ -214,10 +214,7 @@ class TestRemoteMetadata:
         ],
     )
     def test_its_fields_need_not_agree(
-        self,
-        length: int,
-        shapes: list[torch.Size],
-        dtypes: list[torch.dtype | None],
+        self, length: int, shapes: list[torch.Size], dtypes: list[torch.dtype | None]
     ) -> None:
         """LMCache's connectors count a header in the length, and pad shapes."""
         metadata = RemoteMetadata(length, shapes, dtypes, MemoryFormat.BINARY)

@@ -194,12 +194,8 @@ def check_on_gpu(
         told: list[bytes] = []
         device.gather(call.over(slots), lambda: told.append(b""))
         assert told == [b""]
-        put(
-            host,
-            slots,
-            call.filled_slots(call.gathered()),
-            want := np.full_like(host.memory, GUARD),
-        )
+        want = np.full_like(host.memory, GUARD)
+        put(host, slots, call.filled_slots(call.gathered()), want)
         assert np.array_equal(host.memory, want)
         assert view.read() == laid_out(case.storages, starts, engine.size_bytes)
 

@@ -168,10 +168,7 @@ def test_hashes_that_differ_in_every_process_are_refused(monkeypatch: pytest.Mon
     ("found", "word"),
     [
         (caches(), "no KV cache"),
-        (
-            caches(ATTENDS, NOT_KEPT),
-            "group 1 (MambaSpec): states are not",
-        ),
+        (caches(ATTENDS, NOT_KEPT), "group 1 (MambaSpec): states are not"),
         (caches(NOT_KEPT), "--mamba-cache-mode align"),
         (
             caches(SinkFullAttentionSpec(**ATTENTION)),
@@ -181,10 +178,7 @@ def test_hashes_that_differ_in_every_process_are_refused(monkeypatch: pytest.Mon
             caches(mixed(ATTENDS, STATES)),
             "group 0 (FullAttentionSpec and MambaSpec): its layers need different blocks",
         ),
-        (
-            caches(mixed(ATTENDS, NOT_KEPT)),
-            "states are not kept",
-        ),
+        (caches(mixed(ATTENDS, NOT_KEPT)), "states are not kept"),
         (caches(ATTENDS, transferred=False), "vLLM does not let connectors load it"),
     ],
 )

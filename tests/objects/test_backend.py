@@ -21,7 +21,7 @@ from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import FormatError
 from lmcache_redis.objects import ChunkBackend, in_memory, in_redis, on_disk
-from tests.objects.redis_tiers import SLOT
+from tests.objects.redis_tiers import SLOT, wait_until
 from tests.objects.samples import (
     FLUSH_S,
     Buffers,
@@ -312,7 +312,7 @@ def test_what_is_no_key_and_no_chunk_is_told(backend: ChunkBackend) -> None:
 def test_buffers_that_a_caller_cannot_give(
     backend: ChunkBackend, buffers: Any, error: type[Exception] | None, why: str
 ) -> None:
-    """The chunk stays. For a miss no buffer is asked for."""
+    """The chunk stays, and is not pinned. For a miss no buffer is asked for."""
     asked: list[RemoteMetadata] = []
 
     def allocate(metadata: RemoteMetadata) -> list[memoryview] | None:
@@ -328,6 +328,7 @@ def test_buffers_that_a_caller_cannot_give(
     with contextlib.nullcontext() if error is None else pytest.raises(error, match=why):
         assert backend.get_bytes(key_of(1), allocate) is None
     assert len(asked) == 1
+    wait_until(lambda: backend._objects.cache.pool.pinned == 0)
     assert same(backend.get(key_of(1)), tensor)
 
 
