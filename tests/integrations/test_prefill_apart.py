@@ -25,8 +25,12 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 TOKENS = 8
 JSON = {"Content-Type": "application/json"}
-# Longer than it takes to ask the decode engine: it has to wait for what is stored.
-LATE = {"lmcache_redis.agent.peers._FIRST_TOKEN_FIRST_S": 1.0}
+# Longer than it takes to ask the decode engine, which waits for what is stored, however slow the
+# machine is.
+LATE = {
+    "lmcache_redis.agent.peers._FIRST_TOKEN_FIRST_S": 1.0,
+    "lmcache_redis.cache.awaiting._NOT_MEASURED_S": 30.0,
+}
 
 
 def start(stack: ExitStack, model: Path, agent: AgentServer, log: Path, ranks: int) -> ForkedServer:
