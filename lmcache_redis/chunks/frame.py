@@ -114,9 +114,9 @@ class ChunkFrame:
     """The fields that all stripe headers of one chunk share.
 
     fingerprint: 32 bytes of the layout. chunk_hash: 1 to 63 bytes. stripe_payload_bytes: of every
-    stripe but the last. metadata: the serialized RemoteMetadata. share: its number + 1 if this
-    is a share of a chunk, which the fingerprint does not tell; else 0. Raises
-    FormatError for values that do not fit a header, such as a chunk of more than 65,535 stripes.
+    stripe but the last. metadata: the serialized RemoteMetadata. share: its number + 1 if this is a
+    share of a chunk, which the fingerprint does not tell; else 0. Raises FormatError for values
+    that do not fit a header, such as a chunk of more than 65,535 stripes.
     """
 
     fingerprint: bytes

@@ -210,7 +210,7 @@ def hash_tag_bytes(hash_bytes: int) -> int:
 
 
 def hash_in(chunk_key: bytes, hash_bytes: int) -> bytes:
-    """The hash of ``hash_bytes`` that a chunk key ends with. Raises FormatError for another key."""
+    """The chunk hash at the end of a key. hash_bytes: its size. Raises FormatError."""
     tag = chunk_key[-hash_tag_bytes(hash_bytes) :]
     if _HASH_TAG.fullmatch(tag) is None or len(tag) != hash_tag_bytes(hash_bytes):
         raise FormatError(f"a chunk key ends with {hash_bytes} bytes in hex, in braces")

@@ -228,7 +228,7 @@ class PartNames:
         return self.stem(len(chunk_hash)) + hash_tag(chunk_hash)
 
     def keys_after(self, first: bytes, hash_bytes: int) -> bytes:
-        """The common prefix of keys whose hashes have ``hash_bytes``, beginning with ``first``."""
+        """The common prefix of keys whose hashes begin with ``first``. hash_bytes: of each."""
         return self.stem(hash_bytes) + hash_tag(first)[:-1]
 
     def stem(self, hash_bytes: int) -> bytes:

@@ -152,7 +152,7 @@ def keep_each(
     """`ask_each` of what keeps the keys, with counts; EXISTS if the server refuses that.
 
     Keys of claims are claimed in the same write, before it: 1, or 0 if another has it. A claim
-    that is refused counts as made: 1.
+    that is refused counts as made: 1. refused: told of refusals, of claims only by a replica.
     """
 
     def packed(some: Sequence[bytes]) -> bytes:
